@@ -22,6 +22,7 @@ from ds_dynatrain.balance.decision import (
     Slowdown,
     decide,
 )
+from ds_dynatrain.balance.experts import ExpertBalance, balances, better_map
 from ds_dynatrain.balance.partition import PLENTY
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.balance.step_time import StepTime, step_time
@@ -30,6 +31,12 @@ from ds_dynatrain.space.layout import Layout
 
 SLACK = 0.02
 """Fraction by which the slowest stage may exceed the optimum if that moves fewer bytes."""
+AS_GOOD = 0.9
+"""Fraction of the newest map's saving from which an earlier proposed map of experts is proposed again.
+
+Tokens are counted anew in each window. Without this rule each window would propose another map, and the time lost
+against it would be forgotten.
+"""
 Shape = Literal["boundaries", "any"]
 """The changes that the search may propose.
 
@@ -64,6 +71,7 @@ class Advice:
         decision counts the time of all members, so it multiplies the proposed step's seconds by this fraction.
     release: whether nodes without work should leave now; None if there are none, or if none may leave.
     saved_member_seconds: the sum of the times for which members were free because fewer were enough.
+    experts: the distribution of tokens in each layer whose experts were measured.
 
     `str` returns a readable report.
     """
@@ -80,6 +88,7 @@ class Advice:
     at_work: float = 1.0
     release: BalanceDecision | None = None
     saved_member_seconds: float = 0.0
+    experts: tuple[ExpertBalance, ...] = ()
 
     @property
     def gain(self) -> float:
@@ -105,6 +114,7 @@ class Advice:
             rows.append(f"{move}; {self.decision.why}")
         if self.release is not None:
             rows.append(f"nodes without work {'leave' if self.release.acts else 'stay'}: {self.release.why}")
+        rows += map(str, self.experts)
         if self.saved_member_seconds:
             rows.append(f"{self.saved_member_seconds:.4g} member-seconds were saved")
         return "\n".join(rows)
@@ -187,29 +197,61 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
             fewer = _best(profile, at, move_to, gone)
             if fewer.seconds < best.seconds:
                 best, without = fewer, gone
-    move = move_to(best.layout, without) if without or best.layout != at.present else None
-    moved = move or MoveCost(0, 0.0)
+
+    def time(layout: Layout, without: tuple[int, ...]) -> StepTime:
+        stay = (speed for rank, speed in enumerate(profile.speeds) if rank not in without)
+        return at.time(profile, layout, (*stay, *(1.0,) * at.spares))
 
     def saved(rival: BetterLayout) -> float:
-        stay = (speed for rank, speed in enumerate(profile.speeds) if rank not in rival.without)
-        speeds = (*stay, *(1.0,) * at.spares)
-        return now.seconds - at.at_work(rival.layout) * at.time(profile, rival.layout, speeds).seconds
+        return now.seconds - at.at_work(rival.layout) * time(rival.layout, rival.without).seconds
 
-    rivals = at.history.rivals_at(at.step, BetterLayout(best.layout, without), saved)
+    def is_open(layout: Layout) -> bool:
+        return layout == best.layout or move_to(layout, without) is not None
+
+    proposed = _with_map(profile, at, best.layout, lambda layout: time(layout, without).seconds, is_open)
+    then = best.time if proposed == best.layout else time(proposed, without)
+    move = move_to(proposed, without) if without or proposed != at.present else None
+    moved = move or MoveCost(0, 0.0)
+    is_of_routes = proposed.experts != at.present.experts
+    rivals = at.history.rivals_at(at.step, BetterLayout(proposed, without), saved, is_of_routes)
     # The saving is a prediction; the current step includes time that is not predicted, if it was measured.
     present = max(now.seconds, at.step_seconds)
-    error = _error(profile, at.deal(profile, at.present), at.present, best.layout)
-    at_work = at.at_work(best.layout)
-    target = at_work * (present - (now.seconds - best.time.seconds))
+    error = _error(profile, at.deal(profile, at.present), at.present, proposed)
+    at_work = at.at_work(proposed)
+    target = at_work * (present - (now.seconds - then.seconds))
     decision = decide(at.rules, at.history, present, target, error, moved.seconds, rivals[-1].lost_seconds)
     if decision.answer in (Answer.SMALL, Answer.NOISE):
         rivals = rivals[: len(at.history.rivals)]
     slowdown, release = _slowdown(profile, at, now.seconds), _release(at, present)
     return Advice(
-        *(at.present, best.layout, now, best.time, moved, decision, without, rivals[-REMEMBERED:], slowdown),
+        *(at.present, proposed, now, then, moved, decision, without, rivals[-REMEMBERED:], slowdown),
         at_work=at_work,
         release=release,
+        experts=balances(profile, at.present, proposed) if at.present.expert == proposed.expert > 1 else (),
     )
+
+
+def _with_map(
+    profile: Profile,
+    at: Situation,
+    layout: Layout,
+    seconds: Callable[[Layout], float],
+    is_open: Callable[[Layout], bool],
+) -> Layout:
+    """Return the layout with the fastest map of experts, or with an earlier proposed map that is almost as fast.
+
+    seconds: function that returns the seconds of a step.
+    is_open: function that returns whether a switch to the layout would be accepted.
+    """
+    if not at.rules.experts or not profile.experts or layout.expert == 1:
+        return layout
+    best = layout.replace(experts=better_map(profile, layout, at.rules.least_gain))
+    now = seconds(layout)
+    enough = AS_GOOD * (now - seconds(best))
+    earlier = sorted(at.history.rivals, key=lambda each: each.lost_seconds, reverse=True)
+    known = [each.layout for each in earlier if each.layout.replace(experts=layout.experts) == layout]
+    found = (each for each in (*known, best) if now - seconds(each) >= enough > 0 and is_open(each))
+    return next(found, layout)
 
 
 def _slowdown(profile: Profile, at: Situation, present_seconds: float) -> Slowdown | None:

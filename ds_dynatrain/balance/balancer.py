@@ -7,27 +7,40 @@ profile, and decides. All members use its answer, including those that have just
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ds_dynatrain.adapters.groups.device import is_accelerated
 from ds_dynatrain.adapters.model.stage_module import PipelineShaper
+from ds_dynatrain.balance.adapters.expert_meter import ExpertMeter
 from ds_dynatrain.balance.adapters.timing import StageTimes, Timer, children_of
 from ds_dynatrain.balance.advice import Advice, MoveCost, Situation, advise
 from ds_dynatrain.balance.config import BalanceConfig
 from ds_dynatrain.balance.course import ENOUGH_STEPS, Course, WantedMove
 from ds_dynatrain.balance.decision import Pause
+from ds_dynatrain.balance.experts import busiest
 from ds_dynatrain.balance.partition import PLENTY
-from ds_dynatrain.balance.profile import BESIDE, Profile
+from ds_dynatrain.balance.profile import BESIDE, ExpertRows, Profile
 from ds_dynatrain.balance.timed_model import TimedModel, TimedStages
-from ds_dynatrain.balance.window import Averaged, Busy, Measured, Rows, StepSeconds, TimingWindow, waiting
+from ds_dynatrain.balance.window import (
+    PASSES,
+    Averaged,
+    Busy,
+    ExpertTimes,
+    Measured,
+    Rows,
+    StepSeconds,
+    TimingWindow,
+    waiting,
+)
 from ds_dynatrain.engine.parts import EngineParts
 from ds_dynatrain.engine.switcher import Reason
 from ds_dynatrain.errors import ConfigError, MemberMissing, ProfileError, SwitchRefused, WorldChanged
+from ds_dynatrain.extension import around
 from ds_dynatrain.membership.session import Session, ask_for_different_things
 from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.report import SwitchEvent, logger
@@ -76,6 +89,8 @@ class Balancer:
         self._averaged: Averaged | None = None
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 0.0)
         self._timer: Timer | None = None
+        self._meter: ExpertMeter | None = None
+        """The meter of experts, which counts from the first step after the last window; None without it."""
         self._steps, self._began = StepSeconds(), 0.0
         self._step_seconds = 0.0
         """Seconds of a step on the slowest member at the last window; the same on all members."""
@@ -119,7 +134,7 @@ class Balancer:
         session = Session(engine.control, key, engine.members, what, stop=stop)
         asked = {"step": engine.global_steps}
         session.agree(asked, lambda *said: ConfigError("; ".join(said)), ask_for_different_things)
-        self._are_new, self._next, self._timer = True, engine.global_steps, None
+        self._are_new, self._next, self._timer, self._meter = True, engine.global_steps, None, None
         self._steps.forget()
         if engine.rank == 0:
             logger.info("balance: %s: layers are timed at the next step", text)
@@ -256,7 +271,7 @@ class Balancer:
         It times the step if a window is open.
         """
         self._begin_step()
-        return nullcontext() if self._timer is None else self._timer.timing()
+        return nullcontext() if self._timer is None else self._with_experts(self._timer.timing())
 
     def timed_pass(self, is_backward: bool) -> AbstractContextManager[None]:
         """Return a context manager for a pass of training in a step that is several calls.
@@ -268,7 +283,11 @@ class Balancer:
             self._begin_step()
         if self._timer is None:
             return nullcontext()
-        return self._timer.passing(is_backward, self._samples() / engine.deepspeed.train_micro_batch_size_per_gpu())
+        share = self._samples() / engine.deepspeed.train_micro_batch_size_per_gpu()
+        return self._with_experts(self._timer.passing(is_backward, share))
+
+    def _with_experts(self, timing: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        return timing if self._meter is None else around((timing, self._meter.timing()))
 
     def _samples(self) -> int:
         """Return the number of samples in the micro-batch that this rank is training."""
@@ -285,10 +304,13 @@ class Balancer:
         now, step = (engine.segment, len(engine.registered)), engine.global_steps
         if now != self._at:
             self._are_new |= now[1] != self._at[1]
-            self._at, self._timer = now, None
+            self._at, self._timer, self._meter = now, None, None
             self._settled = self._next = step + SETTLING
             self._steps.forget()
-        if self._timer is None and step >= (self._settled if self._model.is_cheap else self._due):
+        if self._settings.experts and self._meter is None and step >= self._settled:
+            self._meter = ExpertMeter(engine.host.module)
+        is_cheap = self._model.is_cheap and self._meter is None
+        if self._timer is None and step >= (self._settled if is_cheap else self._due):
             self._timer, self._opened = self._model.timer(), max(step, self._due)
             self._left = self._opened - step + self._settings.window_steps
         self._began = time.monotonic()
@@ -312,8 +334,9 @@ class Balancer:
         if self._left > 0:
             return
         timer, self._timer = self._timer, None
+        meter, self._meter = self._meter, None
         try:
-            course = self._share(timer.times())
+            course = self._share(timer.times(), {} if meter is None else meter.times())
         except WorldChanged as error:  # training will raise it as well
             logger.debug("balance: the window of step %d is lost: %s", engine.global_steps, error)
             return
@@ -337,16 +360,20 @@ class Balancer:
             limits.append(ENOUGH_STEPS)
         return max(settings.window_steps, min(limits))
 
-    def _share(self, times: StageTimes) -> Course:
+    def _share(self, times: StageTimes, experts: Mapping[str, ExpertTimes]) -> Course:
         """Collect the timings of all members, and return the course decided by the first member."""
         engine, steps = self._engine, self._engine.global_steps
         newest = self._steps.measured(self._steps_if_changed(steps))
         beside = tuple(getattr(times, name) for name in BESIDE)
-        rows, waits = self._model.rows(times), waiting(times.waits)
-        mine = to_record(_Timed(rows, beside, waits, times.busy_seconds, self._steps.measured(), newest))
+        rows = self._model.rows(times)
+        if not is_accelerated():  # where a layer's seconds include those for which it waits for other ranks' experts
+            for name, each in experts.items():
+                rows[self._model.number(name) - self._model.cut[engine.place("pipe")], PASSES] -= each.passes
+        mine = _Timed(rows, beside, waiting(times.waits), times.busy_seconds, self._steps.measured(), newest)
         key = f"profile/{engine.segment}/{steps}"
         session = Session(engine.control, key, engine.members, "balance: the end of a window")
-        said = session.reduce("rows", {str(engine.rank): mine}, operator.or_, partial(self._merge_and_decide, steps))
+        told = to_record(_Told({str(engine.rank): mine}, experts))
+        said = session.reduce("rows", told, _together, partial(self._merge_and_decide, steps))
         found = from_record(_Found, said)
         session.forget("rows")
         if self._shared is not None and self._shared.board is session.board:
@@ -372,7 +399,13 @@ class Balancer:
     def _profile(self, averaged: Averaged) -> Profile:
         engine = self._engine
         source = f"measured at step {engine.global_steps} on {engine.layout}, windows: {averaged.windows}"
-        return averaged.profile(self._model.layers(), source)
+        experts = {name: (self._model.number(name), rows) for name, rows in self._expert_rows().items()}
+        return averaged.profile(self._model.layers(), source, experts)
+
+    def _expert_rows(self) -> Mapping[str, ExpertRows]:
+        """Return the present rows of each layer whose experts are timed, in the order of the model."""
+        engine = self._engine
+        return engine.host.shaper.autoep.rows(engine.layout) if self._settings.experts else {}
 
     def _merge_and_decide(self, step: int, said: dict[str, Any]) -> Any:
         """Merge the timings of all ranks into the mean over windows, and decide. Called only on the first member.
@@ -380,10 +413,17 @@ class Balancer:
         said: the message of each rank, keyed by rank.
         """
         engine, settings = self._engine, self._settings
-        timed = {int(rank): from_record(_Timed, each) for rank, each in said.items()}
+        told = from_record(_Told, said)
+        timed = {int(rank): each for rank, each in told.timed.items()}
         rows, waits = ({rank: getattr(each, name) for rank, each in timed.items()} for name in ("rows", "waits"))
         beside = [each.beside for each in timed.values()]
         window = TimingWindow.of(rows, engine.layout, self._model.cut, beside, waits)
+        ranks = engine.layout.ranks_per_stage
+        experts = {name: replace(each, passes=each.passes / ranks) for name, each in told.experts.items()}
+        for name, dealt in self._expert_rows().items() if is_accelerated() else ():
+            most = busiest(experts[name].tokens.tolist(), dealt)
+            window.rows[self._model.number(name), PASSES] -= most * experts[name].passes
+        window = replace(window, experts=experts)
         batch = engine.host.global_batch_size, int(engine.deepspeed.train_micro_batch_size_per_gpu())
         averaged = Averaged.after(self._averaged, window, batch, step, settings.least_gain, self._are_new)
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 1 / engine.bytes_per_second).fitted(self._switches)
@@ -426,6 +466,25 @@ class _Timed:
     busy: float
     steps: Measured
     newest: Measured
+
+
+@dataclass(frozen=True, eq=False)
+class _Told:
+    """The messages of some ranks.
+
+    timed: those of each rank.
+    experts: the experts of each layer, summed over the ranks.
+    """
+
+    timed: Mapping[str, _Timed]
+    experts: Mapping[str, ExpertTimes]
+
+
+def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Combine two records of `_Told` into one."""
+    first, second = from_record(_Told, one), from_record(_Told, other)
+    both = {name: each.plus(second.experts[name]) for name, each in first.experts.items() if name in second.experts}
+    return to_record(_Told({**first.timed, **second.timed}, {**first.experts, **second.experts, **both}))
 
 
 @dataclass(frozen=True, eq=False)

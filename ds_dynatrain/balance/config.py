@@ -35,6 +35,8 @@ class BalanceConfig(Block):
     at_most_slower: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share by which a step with fewer members may be slower than the fastest with all of them; only with `members`
     "idle" or "release"."""
+    experts: bool = False
+    """Whether tokens of experts are counted, and experts of AutoEP's layers swap between ranks where that pays."""
     slow_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 1.25
     """A member counts as slow if it takes this many times as long as the median member of its stage; `None`: no member
     does."""

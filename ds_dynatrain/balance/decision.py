@@ -155,14 +155,16 @@ class DecisionHistory:
     rivals: tuple[BetterLayout, ...] = ()
 
     def rivals_at(
-        self, step: int, proposed: BetterLayout, saved: Callable[[BetterLayout], float]
+        self, step: int, proposed: BetterLayout, saved: Callable[[BetterLayout], float], drifts: bool = False
     ) -> tuple[BetterLayout, ...]:
         """Return the rivals at this step, the proposed one last. Time lost against a new rival counts from `since` on.
 
+        drifts: whether the proposed layout is better because of costs that drift all the time, so a new one counts from
+            the last window on.
         saved: function that returns the seconds by which a step of a rival would be shorter now.
         """
         known = {(each.layout, each.without): each for each in self.rivals}
-        new = proposed.after(self.step - self.since, saved(proposed))
+        new = proposed if drifts else proposed.after(self.step - self.since, saved(proposed))
         last = known.pop((proposed.layout, proposed.without), new)
         return tuple(each.after(step - self.step, saved(each)) for each in (*known.values(), last))
 

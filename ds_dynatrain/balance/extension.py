@@ -180,6 +180,12 @@ class Balance(Extension):
                 self._configured = profile_for(parts, self._settings.profile)
             except (OSError, ProfileError) as error:
                 raise ConfigError(f"{KEY}: {error}") from error
+        if self._settings.experts and parts.host.shaper.autoep is None:
+            raise ConfigError(
+                "dynatrain.balance.experts: this model has no layers of AutoEP, whose time depends on where experts "
+                "are; deepspeed.moe pads each expert's tokens to the largest count, so no swap makes a layer faster; "
+                "leave the key out"
+            )
         if self._settings.measures:
             self.balancer = Balancer(parts, self._settings)
 

@@ -34,6 +34,9 @@ Bools = npt.NDArray[np.bool_]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Index = Annotated[int, Field(ge=0)]
+ExpertRows = tuple[tuple[int, ...], ...]
+"""The experts of each index of the expert axis, in one layer."""
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
 
@@ -47,7 +50,7 @@ def _naming_field(cls: type[Any], values: Any, handler: Callable[[Any], Any]) ->
     """Check the fields of a dataclass. Raises a ProfileError that names the layer and the field."""
     given = values.kwargs if isinstance(values, ArgsKwargs) else values
     name = given.get("name") if isinstance(given, Mapping) else given
-    where = f"layer {name!r}" if cls is LayerCost else "the profile"
+    where = "the profile" if cls is Profile else f"{'layer' if cls is LayerCost else 'experts of'} {name!r}"
     try:
         return handler(values)
     except ProfileError as error:
@@ -97,6 +100,36 @@ class LayerCost:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ExpertCost:
+    """The experts of one layer, as measured. Raises ProfileError for a value that cannot be.
+
+    layer: the number of the layer of the profile that contains them. Its seconds include those of a rank's experts with
+        the mean number of tokens.
+    forward_seconds: the forward pass of such a rank's experts, for one micro-batch.
+    backward_seconds: the backward pass of such a rank's experts, for one micro-batch.
+    tokens: each expert's share of the tokens.
+    rows: the experts of each index of the expert axis when they were measured.
+    """
+
+    name: str
+    layer: Index
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    tokens: Annotated[tuple[Seconds, ...], Field(min_length=1), Strict(False)]
+    rows: Annotated[tuple[Annotated[tuple[Index, ...], Strict(False)], ...], Field(min_length=1), Strict(False)]
+
+    _check = model_validator(mode="wrap")(_naming_field)
+
+    def __post_init__(self) -> None:
+        """Raise ProfileError unless each expert is in one row, and all rows are of one length."""
+        if len({*map(len, self.rows)}) > 1 or sorted(sum(self.rows, ())) != [*range(len(self.tokens))]:
+            raise ProfileError(
+                f"rows {self.rows} do not deal {len(self.tokens)} experts evenly; give equally long rows that name "
+                "each expert once"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Profile:
     """The measured layers of a model, in order, with the members and the batch.
 
@@ -106,6 +139,7 @@ class Profile:
     train_batch_size: the samples of one optimizer step on all members together.
     micro_batch_size: the samples of a timed micro-batch.
     source: a description of where the numbers come from.
+    experts: the layers' experts, in the order of the model, if `balance.experts` has them measured.
 
     These times of a pipeline are 0 if they were not measured:
 
@@ -122,6 +156,7 @@ class Profile:
     message_seconds: Seconds = 0.0
     beside_seconds: Seconds = 0.0
     source: str = ""
+    experts: Annotated[tuple[ExpertCost, ...], Strict(False)] = ()
     version: Literal[1] = 1
 
     _check = model_validator(mode="wrap")(_naming_field)

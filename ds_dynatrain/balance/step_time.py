@@ -2,7 +2,8 @@
 
 The passes follow the schedule of a pipeline. The optimizer's step and the messages between data ranks come after the
 passes. A layer's seconds are proportional to the samples of a micro-batch and inversely proportional to the speed of
-the layer's rank. Nothing on a rank is assumed to overlap, so communication that DeepSpeed overlaps is counted in full.
+the layer's rank; experts take as long as on the rank with the most tokens. Nothing on a rank is assumed to overlap, so
+communication that DeepSpeed overlaps is counted in full.
 
 The schedule is that of DeepSpeed 0.19.8: `runtime/pipe/schedule.py` `TrainSchedule` (one forward, one backward) and
 `runtime/pipe/engine.py` `_exec_schedule`. Stage s of P passes micro-batch m forward at step 2 m + s and backward at
@@ -24,6 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from ds_dynatrain.balance.deal import Deal, cut_of
+from ds_dynatrain.balance.experts import with_experts
 from ds_dynatrain.balance.profile import Bools, Floats, Profile
 from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.kind import WEIGHT
@@ -184,7 +186,7 @@ def step_time(
 
     Raises LayoutError if the boundaries do not belong to this layout.
     """
-    return _Model(profile, layout, deal, pace_of(layout, speeds), links).predict()
+    return _Model(with_experts(profile, layout), layout, deal, pace_of(layout, speeds), links).predict()
 
 
 def column_seconds(
@@ -194,7 +196,7 @@ def column_seconds(
 
     Raises LayoutError if the boundaries do not belong to this layout.
     """
-    ends, busy = _Model(profile, layout, deal, pace_of(layout, speeds), links)._passes()
+    ends, busy = _Model(with_experts(profile, layout), layout, deal, pace_of(layout, speeds), links)._passes()
     return ends.max(axis=0), busy.max(axis=0) / np.array(deal.counts)
 
 

@@ -67,6 +67,11 @@ class TimedModel:
         rate = times.step_seconds / times.stepped if times.stepped else 0.0
         return rows_of(times.forward, times.backward, rate * elements[None], times.kept_bytes, times.output_bytes)
 
+    def number(self, name: str) -> int:
+        """Return the number of the layer that contains the parameter or module of this name."""
+        inside = (number for number, module in enumerate(self._modules) if name.startswith(f"{module}."))
+        return next(inside, len(self._modules))
+
     def layers(self) -> list[LayerCost]:
         """Return all layers of the model with their bytes, but without times. The parameters registered now count."""
         vps, found = self._engine.vps, list[LayerCost]()
@@ -91,8 +96,7 @@ class TimedModel:
         """Return the tensors in each layer."""
         found: list[list[LogicalTensor]] = [[] for _ in self._names()]
         for tensor in self._engine.vps.tensors:
-            inside = (number for number, name in enumerate(self._modules) if tensor.name.startswith(f"{name}."))
-            found[next(inside, len(self._modules))].append(tensor)
+            found[self.number(tensor.name)].append(tensor)
         return found
 
 
@@ -114,6 +118,10 @@ class TimedStages(TimedModel):
     def timer(self) -> Timer:
         """Return the timer for the steps of a window."""
         return StageTimer(self._engine.deepspeed, self._engine.host.basic_optimizer)
+
+    def number(self, name: str) -> int:
+        """Return the number of the layer that contains the parameter or module of this name, at its first position."""
+        return self._template.prefixes().index(layer_of(name))
 
     @property
     def _template(self) -> PipelineTemplate:

@@ -11,7 +11,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -19,7 +19,17 @@ import numpy.typing as npt
 from pydantic import PlainSerializer, PlainValidator
 
 from ds_dynatrain.balance.decision import CERTAIN, Drift, drift_of
-from ds_dynatrain.balance.profile import BESIDE, BYTES, ERRORS, SECONDS, Floats, LayerCost, Profile
+from ds_dynatrain.balance.profile import (
+    BESIDE,
+    BYTES,
+    ERRORS,
+    SECONDS,
+    ExpertCost,
+    ExpertRows,
+    Floats,
+    LayerCost,
+    Profile,
+)
 from ds_dynatrain.errors import ProfileError
 from ds_dynatrain.space.layout import Layout
 
@@ -96,6 +106,32 @@ class Busy:
     since: int
 
 
+FADING = 0.5
+"""Weight of the tokens that were counted until a window, in the next one. A window counts those of all steps since the
+last one, so its counts are exact, and older ones are of other routes."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertTimes:
+    """The experts of one layer in a window.
+
+    passes: [2], the seconds of the forward and of the backward pass of a micro-batch.
+    tokens: [experts], the tokens of each expert.
+    """
+
+    passes: Rows
+    tokens: Rows
+
+    def plus(self, other: ExpertTimes) -> ExpertTimes:
+        """Return the sum of both."""
+        return ExpertTimes(self.passes + other.passes, self.tokens + other.tokens)
+
+    def then(self, newer: ExpertTimes, share: float) -> ExpertTimes:
+        """Return the mean of the seconds, in which the newer ones have this share, and the tokens, which fade."""
+        passes = (1 - share) * self.passes + share * newer.passes
+        return ExpertTimes(passes, FADING * self.tokens + newer.tokens)
+
+
 @dataclass(frozen=True, eq=False)
 class TimingWindow:
     """The merged timings of all ranks in one window.
@@ -103,6 +139,7 @@ class TimingWindow:
     rows: [layers of the model, COLUMNS], scaled to a member of speed 1.
     speeds: the speed of each rank.
     beside: [BESIDE], the median over the ranks that have measured it; 0 if none has.
+    experts: the `ExpertTimes` of each layer with experts, keyed by its name. The rows leave these seconds out.
 
     Speeds compare the ranks of one stage, because only they have the same layers, and include waiting for a core. The
     median rank has speed 1, and so do all ranks that differ from it by at most 4 standard errors.
@@ -111,6 +148,7 @@ class TimingWindow:
     rows: Floats
     speeds: tuple[float, ...]
     beside: Floats
+    experts: Mapping[str, ExpertTimes] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -254,6 +292,7 @@ class Averaged:
     speeds: the speeds of the ranks in the last window.
     beside: [BESIDE], the mean times outside the layers.
     batch: the samples of a step, and the samples of a micro-batch.
+    experts: the mean over windows of the experts' times; see `TimingWindow`.
     windows: the number of windows in the mean.
     since: the step at which costs changed.
     doubted: the last window, if it differs too much to be included in the mean.
@@ -266,6 +305,7 @@ class Averaged:
     speeds: tuple[float, ...]
     beside: Rows
     batch: tuple[int, int]
+    experts: Mapping[str, ExpertTimes] = field(default_factory=dict)
     windows: int = 1
     since: int = 0
     doubted: Doubted | None = None
@@ -286,7 +326,7 @@ class Averaged:
         least: the fraction of all layers' seconds that a change of costs must exceed.
         is_new: whether costs are already known to have changed.
         """
-        now = cls(window.rows, window.speeds, window.beside, batch, since=step)
+        now = cls(window.rows, window.speeds, window.beside, batch, window.experts, since=step)
         if before is None or before.batch != batch or before.rows.shape != window.rows.shape:
             return now
         if is_new:
@@ -307,7 +347,7 @@ class Averaged:
 
         step: the step since which costs are new.
         """
-        return Averaged(window.rows, window.speeds, self._beside(window, 1.0), self.batch, since=step)
+        return Averaged(window.rows, window.speeds, self._beside(window, 1.0), self.batch, window.experts, since=step)
 
     def _with(self, window: TimingWindow, step: int) -> Averaged:
         share = max(NEW_SHARE, 1 / (self.windows + 1))
@@ -316,7 +356,10 @@ class Averaged:
             (1 - share) * self.rows[:, ERROR_COLUMNS], share * window.rows[:, ERROR_COLUMNS]
         )
         since = min(self.since, step)  # loading a checkpoint may go back to an earlier step
-        return Averaged(rows, window.speeds, self._beside(window, share), self.batch, self.windows + 1, since)
+        known, new = self.experts, window.experts
+        experts = {name: known[name].then(each, share) if name in known else each for name, each in new.items()}
+        beside = self._beside(window, share)
+        return Averaged(rows, window.speeds, beside, self.batch, experts, self.windows + 1, since)
 
     def _beside(self, window: TimingWindow, share: float) -> Floats:
         """Return [BESIDE]: the mean times outside the layers, updated with this window.
@@ -327,13 +370,31 @@ class Averaged:
         mixed = np.where(self.beside > 0, (1 - share) * self.beside + share * window.beside, window.beside)
         return np.where(window.beside > 0, mixed, self.beside)
 
-    def profile(self, layers: Sequence[LayerCost], source: str = "") -> Profile:
+    def profile(
+        self, layers: Sequence[LayerCost], source: str = "", experts: Mapping[str, tuple[int, ExpertRows]] | None = None
+    ) -> Profile:
         """Return the profile that results from these measurements.
 
         layers: the layers, with their bytes but without times.
+        experts: the number of the layer that contains them and the present rows, for each layer with experts.
         """
-        costs = []
-        for known, row in zip(layers, self.rows.tolist(), strict=True):
+        costs, rows, routed = list[LayerCost](), self.rows.copy(), list[ExpertCost]()
+        for name, (layer, dealt) in (experts or {}).items():
+            times = self.experts[name]
+            rows[layer, PASSES] = np.maximum(0.0, rows[layer, PASSES] + times.passes)
+            forward, backward = times.passes.tolist()
+            shares = tuple((times.tokens / max(1.0, times.tokens.sum())).tolist())
+            routed.append(
+                ExpertCost(
+                    name=name,
+                    layer=layer,
+                    forward_seconds=forward,
+                    backward_seconds=backward,
+                    tokens=shares,
+                    rows=dealt,
+                )
+            )
+        for known, row in zip(layers, rows.tolist(), strict=True):
             measured = dict(zip(COLUMNS, row, strict=True))
             costs.append(replace(known, **{**measured, **{name: round(measured[name]) for name in BYTES}}))
         train, micro = self.batch
@@ -343,6 +404,7 @@ class Averaged:
             micro_batch_size=micro,
             speeds=self.speeds,
             source=source,
+            experts=tuple(routed),
             **dict(zip(BESIDE, self.beside.tolist(), strict=True)),
         )
 

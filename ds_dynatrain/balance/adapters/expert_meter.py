@@ -1,0 +1,84 @@
+"""The meter of AutoEP's experts on one rank: tokens by the layers' own counters, and seconds of the experts' passes.
+
+In a window `forward` of each layer's experts is replaced. A backward pass begins when the gradient of the experts'
+output arrives, and ends when that of their input does. A pass that recomputes activations counts as part of the
+backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ds_dynatrain.adapters.groups.device import synchronize
+from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compiled_in_place
+from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.balance.adapters.timing import between, now
+from ds_dynatrain.balance.window import ExpertTimes
+from ds_dynatrain.errors import ConfigError
+
+Span = tuple[Any, Any]
+"""The beginning and the end of a pass, by the clock of `timing`."""
+
+
+class ExpertMeter:
+    """The tokens of each expert since the meter was made, and the seconds of the passes in its `timing` blocks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Begin to count. Raises ConfigError if a part of the model is compiled."""
+        if compiled := compiled_in_place(model) or compiled_by_wrapping(model):
+            raise ConfigError(
+                f"dynatrain.balance.experts: {compiled[0]!r} is compiled, and timing its experts would compile it "
+                "again; set dynatrain.balance.experts to false, or do not compile it"
+            )
+        parts = ((name, part) for name, part in model.named_modules() if getattr(part, "_is_autoep_layer", False))
+        self._layers: dict[str, Any] = dict(parts)
+        self._counted = {name: layer.tokens_per_expert.clone() for name, layer in self._layers.items()}
+        self._spans: dict[str, tuple[list[Span], list[list[Span]]]] = {name: ([], []) for name in self._layers}
+        """The forward passes and the backward passes of each layer, each of the latter with recomputed passes."""
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Context manager that times the experts of all passes."""
+        with ExitStack() as stack:
+            for name, layer in self._layers.items():
+                whole = layer.experts.forward
+                stack.enter_context(replaced(layer.experts, forward=self._timed(whole, *self._spans[name])))
+            yield
+
+    def times(self) -> dict[str, ExpertTimes]:
+        """Return each layer's tokens and median seconds, keyed by name. Waits until the device has finished."""
+        synchronize()
+        return {name: self._times(name, layer) for name, layer in self._layers.items()}
+
+    def _times(self, name: str, layer: Any) -> ExpertTimes:
+        forward, backward = self._spans[name]
+        passes = [[between(*span) for span in forward], [sum(between(*span) for span in each) for each in backward]]
+        tokens = (layer.tokens_per_expert - self._counted[name]).double().cpu().numpy()
+        return ExpertTimes(np.array([np.median(each) if each else 0.0 for each in passes]), tokens)
+
+    @staticmethod
+    def _timed(
+        whole: Callable[..., torch.Tensor], forward: list[Span], backward: list[list[Span]]
+    ) -> Callable[..., torch.Tensor]:
+        again = list[Span]()
+
+        def timed(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            begin, arrived = now(), list[Any]()
+            made = whole(tokens, counts)
+            (forward if torch._C._current_graph_task_id() == -1 else again).append((begin, now()))
+            if tokens.requires_grad and made.requires_grad:
+                made.register_hook(lambda _: arrived.append(now()))
+                tokens.register_hook(lambda _: end(arrived))
+            return made
+
+        def end(arrived: list[Any]) -> None:
+            backward.append([(arrived[-1], now()), *again])
+            again.clear()
+
+        return timed

@@ -1,0 +1,126 @@
+"""Experts that follow the tokens: how even the ranks get, what a step takes beside the prediction, and which moves pay.
+
+python tools/bench_experts.py
+python tools/bench_experts.py --rounds 5 --json build/experts.json --write docs/figures
+
+It wants two idle cores and takes a few minutes. 8 experts in each of two layers under AutoEP on 2 ranks, whose routers
+are told to follow Zipf's law. Of each skew: the most tokens of a rank ÷ the mean now and after swaps, beside the best of
+all maps; steps with both maps in turn, beside what is predicted from the first ones; bytes of each switch ÷ the fewest
+that can move. Then 1,000 windows on a virtual clock whose routes drift (`drifting_routes.py`): a move pays if the steps
+until the next move save more than it costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import drifting_routes
+from figures import keep, machine, table
+from launch import launch
+
+SKEWS, DRIFTS = (0.6, 1.0), (0.01, 0.03, 0.1)
+OF_BEST, OFF, PAY = 1.02, 0.10, 0.90
+"""Bars: tokens ÷ those of the best map; how far a step may be from its prediction; share of moves that pay."""
+HEAD = (
+    "skew",
+    "layer",
+    "most tokens ÷ mean: now",
+    "after swaps",
+    "best of all maps",
+    "bound",
+    "step, ms",
+    "after, predicted",
+    "after, measured",
+    "bytes ÷ fewest",
+)
+DRIFTING = ("drift per window", "moves", "pay", "step ÷ balanced step", "without moves")
+
+
+def best(shares: Sequence[float]) -> float:
+    """The most tokens of one of two ranks ÷ the mean, with the best map."""
+    halves = (sum(shares[expert] for expert in half) for half in combinations(range(len(shares)), len(shares) // 2))
+    return 2 * min(max(half, 1 - half) for half in halves)
+
+
+def rows_of(skew: float, said: Mapping[str, Any]) -> list[list[str]]:
+    """Lines of the table."""
+    before, after = said["measured"]
+    steps = [f"{1e3 * each:.1f}" for each in (before, expected(said), after)]
+    ratio = max(sent / least for sent, least in said["bytes"])
+    lines = []
+    for layer, (ratios, shares) in enumerate(zip(said["ratios"], said["shares"], strict=True)):
+        figures = [f"{each:.3f}" for each in (*ratios[:2], best(shares), ratios[2])]
+        lines.append([f"{skew}", str(layer), *figures, *(steps if not layer else [""] * 3), f"{ratio:.2f}"])
+    return lines
+
+
+def expected(said: Mapping[str, Any]) -> float:
+    """Seconds of a step after swaps: those measured before, less what swaps save by prediction."""
+    before, after = said["predicted"]
+    return float(said["measured"][0] - (before - after))
+
+
+def verdict(by_skew: Mapping[float, Mapping[str, Any]], drifts: Mapping[float, Sequence[float]]) -> str:
+    """The bars, and what misses them."""
+    pairs = [pair for said in by_skew.values() for pair in zip(said["ratios"], said["shares"], strict=True)]
+    of_best = max(ratios[1] / best(shares) for ratios, shares in pairs)
+    off = max(abs(said["measured"][1] / expected(said) - 1) for said in by_skew.values())
+    sent = max(one / other for said in by_skew.values() for one, other in said["bytes"])
+    pay = min(paying / moves for moves, paying, *_ in drifts.values())
+    lines = (
+        (f"ranks get at most {of_best:.3f} of the tokens with the best map", OF_BEST, of_best <= OF_BEST),
+        (f"steps after swaps are off the prediction by {off:.3f}", OFF, off <= OFF),
+        (f"bytes ÷ fewest {sent:.2f}", 1.0, sent == 1.0),
+        (f"{pay:.2f} of the moves pay", PAY, pay >= PAY),
+    )
+    return " ".join(f"{what}; bar {bar}: {'pass' if is_met else 'missed'}." for what, bar, is_met in lines)
+
+
+def drifted(seeds: int) -> dict[float, tuple[float, ...]]:
+    """Of each drift: moves, those that pay, mean step ÷ a balanced one, and that without any move."""
+    found = {}
+    for drift in DRIFTS:
+        runs = [drifting_routes.drifting(seed, drift) for seed in range(seeds)]
+        moves = [move for made, _, _ in runs for move in made[:-1]]  # the last one may not have had the time
+        paying = sum(move.saved > drifting_routes.COST for move in moves)
+        steps = (sum(each) / seeds / drifting_routes.STEP for each in zip(*(run[1:] for run in runs), strict=True))
+        found[drift] = (len(moves), paying, *steps)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="in each of which both maps are timed (default 5)")
+    parser.add_argument("--steps", type=int, default=12, help="of a map in a round (default 12)")
+    parser.add_argument("--seeds", type=int, default=2, help="histories of 1,000 windows of each drift (default 2)")
+    parser.add_argument("--json", type=Path, help="a file for all that was measured")
+    parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
+    asked = parser.parse_args()
+    given = {"seed": 0, "rounds": asked.rounds, "steps": asked.steps}
+    by_skew = {skew: launch("expert_ranks.py", 2, 900, skew=skew, **given)[0][0] for skew in SKEWS}
+    drifts = drifted(asked.seeds)
+    lines = [line for skew, said in by_skew.items() for line in rows_of(skew, said)]
+    drifting = [
+        [f"{drift}", f"{moves:.0f}", f"{paying:.0f}", f"{step:.3f}", f"{still:.3f}"]
+        for drift, (moves, paying, step, still) in drifts.items()
+    ]
+    text = (
+        f"Measured on: {machine()}. {verdict(by_skew, drifts)}\n\n{table(HEAD, lines)}\n\n"
+        f"Simulated, {asked.seeds} × 1,000 windows; nothing of this was trained.\n\n{table(DRIFTING, drifting)}"
+    )
+    print(text)
+    if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps({"said": by_skew, "drifts": drifts}, indent=1), encoding="utf-8")
+    if asked.write:
+        keep(asked.write, "bench_experts", text)
+
+
+if __name__ == "__main__":
+    main()
