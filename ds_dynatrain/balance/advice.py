@@ -31,6 +31,12 @@ from ds_dynatrain.space.layout import Layout
 
 SLACK = 0.02
 """Fraction by which the slowest stage may exceed the optimum if that moves fewer bytes."""
+ROUTES_DRIFT = 2.0
+"""Factor of the cost of a move to another map of experts.
+
+Routes of tokens go on drifting, so a map is of use for a shorter time than boundaries. In simulated jobs 0.8 of the
+moves paid without the factor (`tools/bench_experts.py`).
+"""
 AS_GOOD = 0.9
 """Fraction of the newest map's saving from which an earlier proposed map of experts is proposed again.
 
@@ -219,7 +225,8 @@ def advise(profile: Profile, at: Situation, move_to: MoveTo) -> Advice:
     error = _error(profile, at.deal(profile, at.present), at.present, proposed)
     at_work = at.at_work(proposed)
     target = at_work * (present - (now.seconds - then.seconds))
-    decision = decide(at.rules, at.history, present, target, error, moved.seconds, rivals[-1].lost_seconds)
+    cost = moved.seconds * (ROUTES_DRIFT if is_of_routes else 1.0)
+    decision = decide(at.rules, at.history, present, target, error, cost, rivals[-1].lost_seconds)
     if decision.answer in (Answer.SMALL, Answer.NOISE):
         rivals = rivals[: len(at.history.rivals)]
     slowdown, release = _slowdown(profile, at, now.seconds), _release(at, present)

@@ -336,7 +336,7 @@ class Balancer:
         timer, self._timer = self._timer, None
         meter, self._meter = self._meter, None
         try:
-            course = self._share(timer.times(), {} if meter is None else meter.times())
+            course = self._share(timer.times(), _experts_of(meter))
         except WorldChanged as error:  # training will raise it as well
             logger.debug("balance: the window of step %d is lost: %s", engine.global_steps, error)
             return
@@ -466,6 +466,10 @@ class _Timed:
     busy: float
     steps: Measured
     newest: Measured
+
+
+def _experts_of(meter: ExpertMeter | None) -> dict[str, ExpertTimes]:
+    return {} if meter is None else {name: ExpertTimes(*each) for name, each in meter.times().items()}
 
 
 @dataclass(frozen=True, eq=False)

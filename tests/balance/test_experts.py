@@ -117,7 +117,7 @@ def test_nothing_is_swapped(advice: Advice) -> None:
 
 def test_an_earlier_map_that_is_almost_as_good_stays_the_proposal() -> None:
     """So time lost against it goes on counting; a new one counts from the last window on."""
-    other: ExpertMap = (((2, 0), (3, 1)),)
+    other: ExpertMap = (((3, 0), (1, 2)),)
     known = BetterLayout(TWO.replace(experts=other), (), 7.0)
     advice = asked(measured(), history=DecisionHistory(step=40, rivals=(known,)))
     assert advice.proposed.experts == other and advice.rivals[-1].lost_seconds == pytest.approx(7.0 + 10 * 0.4)

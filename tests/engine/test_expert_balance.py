@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.moe.ep_experts import GroupedExperts
+from torch import nn
 
 from ds_dynatrain.adapters.versions.replaced import replaced
+from ds_dynatrain.balance.adapters.expert_meter import ExpertMeter
 from ds_dynatrain.balance.experts import busiest
 from ds_dynatrain.errors import ConfigError
 from ds_dynatrain.space import Layout
@@ -107,18 +109,20 @@ def test_experts_swap_and_all_members_agree(pool: RankPool, layout: Layout) -> N
 
 
 def refused() -> None:
-    """Layers of `deepspeed.moe`, and a compiled model."""
+    """Layers of `deepspeed.moe`."""
     with (
         pytest.raises(ConfigError, match=r"deepspeed\.moe pads each expert's tokens to the largest count"),
         axis_walks.started(native(2), "fp32", Layout(data=2, expert=2, zero_stage=1), balance={"experts": True}),
     ):
         pass
-    with axis_walks.started(autoep(), "fp32", Layout(**ONE, zero_stage=1), balance={"experts": True}) as made:
-        made.engine.compile(backend="eager")
-        with pytest.raises(ConfigError, match=r"dynatrain\.balance\.experts: .* is compiled"):
-            for batch in made.loader:
-                axis_walks.one_step(made.engine, batch)
 
 
-def test_what_is_refused(pool: RankPool) -> None:
+def test_what_swaps_do_not_help_is_refused(pool: RankPool) -> None:
     pool.run(refused)
+
+
+def test_compiled_models_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].compile(backend="eager")
+    with pytest.raises(ConfigError, match=r"dynatrain\.balance\.experts: '0' is compiled"):
+        ExpertMeter(model)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -19,9 +20,9 @@ from ds_dynatrain.adapters.groups.device import synchronize
 from ds_dynatrain.adapters.versions.compiled import compiled_by_wrapping, compiled_in_place
 from ds_dynatrain.adapters.versions.replaced import replaced
 from ds_dynatrain.balance.adapters.timing import between, now
-from ds_dynatrain.balance.window import ExpertTimes
 from ds_dynatrain.errors import ConfigError
 
+Floats = npt.NDArray[np.float64]
 Span = tuple[Any, Any]
 """The beginning and the end of a pass, by the clock of `timing`."""
 
@@ -51,16 +52,19 @@ class ExpertMeter:
                 stack.enter_context(replaced(layer.experts, forward=self._timed(whole, *self._spans[name])))
             yield
 
-    def times(self) -> dict[str, ExpertTimes]:
-        """Return each layer's tokens and median seconds, keyed by name. Waits until the device has finished."""
+    def times(self) -> dict[str, tuple[Floats, Floats]]:
+        """Return the median seconds of both passes, and the tokens of each expert, keyed by the layer's name.
+
+        Waits until the device has finished.
+        """
         synchronize()
         return {name: self._times(name, layer) for name, layer in self._layers.items()}
 
-    def _times(self, name: str, layer: Any) -> ExpertTimes:
+    def _times(self, name: str, layer: Any) -> tuple[Floats, Floats]:
         forward, backward = self._spans[name]
         passes = [[between(*span) for span in forward], [sum(between(*span) for span in each) for each in backward]]
-        tokens = (layer.tokens_per_expert - self._counted[name]).double().cpu().numpy()
-        return ExpertTimes(np.array([np.median(each) if each else 0.0 for each in passes]), tokens)
+        tokens: Floats = (layer.tokens_per_expert - self._counted[name]).double().cpu().numpy()
+        return np.array([np.median(each) if each else 0.0 for each in passes], dtype=np.float64), tokens
 
     @staticmethod
     def _timed(
