@@ -22,6 +22,8 @@ from ds_dynatrain.space.layout import Layout
 LAYERS, EXPERTS, INDICES = 2, 8, 2
 STEP, OF_EXPERTS, COST = 0.5, 0.5, 1.0
 """Seconds of a balanced step, the share of experts in it, and seconds that a move costs."""
+TIME = 50
+"""Windows that a last move needs behind it to be counted."""
 EVERY, TOKENS, NOISE = 6, 4096, 0.2
 """Steps from window to window, as where balance acts; tokens of a step, and by how much a step's routes are its own."""
 SPLIT = np.array([1.0, 2.0]) / 3
@@ -45,7 +47,7 @@ def seconds(layout: Layout, shares: Floats) -> float:
 
 
 def drifting(seed: int, drift: float, windows: int = 1000, zipf: float = 1.0) -> tuple[list[Move], float, float]:
-    """The moves, the mean seconds of a step, and those without moves.
+    """The moves that had time to pay, the mean seconds of a step, and those without moves.
 
     drift: the standard deviation of what each window adds to the logarithm of a share.
     """
@@ -66,13 +68,15 @@ def drifting(seed: int, drift: float, windows: int = 1000, zipf: float = 1.0) ->
         if moves:
             moves[-1].saved += EVERY * (seconds(moves[-1].left, shares) - took[-1])
         seen = shares * np.exp(NOISE / np.sqrt(EVERY) * random.normal(size=shares.shape))
-        counts = [random.multinomial(EVERY * TOKENS, each / each.sum()) for each in seen]
+        counts = [random.multinomial(EVERY * TOKENS, each / each.sum()).astype(np.float64) for each in seen]
         averaged = Averaged.after(averaged, _window(counts), (INDICES, 1), step, rules.least_gain, False)
         measured = Measured(took[-1] * (1 + 0.003 * random.normal()), 0.003 * took[-1], 16)
         course = _decided(course, rules, step, measured, layout, averaged)
-        if course.wanted is not None:
-            moves.append(Move(step, layout, course.wanted.back))
-            course, layout = course.moved(course.wanted, step, layout, COST), course.wanted.layout
+        if (wanted := course.wanted) is not None:
+            moves.append(Move(step, layout, wanted.back))
+            course, layout = course.moved(wanted, step, layout, COST), wanted.layout
+    if moves and moves[-1].step > EVERY * (windows - TIME):
+        moves.pop()
     return moves, float(np.mean(took)), float(np.mean(still))
 
 
@@ -80,7 +84,7 @@ def _window(counts: Sequence[Floats]) -> TimingWindow:
     rows = np.zeros((1, len(COLUMNS)))
     rows[0, PASSES], rows[0, ERROR_COLUMNS] = STEP * (1 - OF_EXPERTS) * SPLIT, 1e-4
     passes = STEP * OF_EXPERTS / LAYERS * SPLIT
-    experts = {str(layer): ExpertTimes(passes, each.astype(np.float64)) for layer, each in enumerate(counts)}
+    experts = {str(layer): ExpertTimes(passes, each) for layer, each in enumerate(counts)}
     return TimingWindow(rows, (1.0,) * INDICES, np.zeros(len(BESIDE)), experts)
 
 

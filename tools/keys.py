@@ -42,6 +42,7 @@ LINKS = {
     "buddies.copies": "[buddies](buddies.md)",
     "balance": "[balance in a job](balance.md#in-a-job)",
     "balance.profile": "[which layout](balance.md#which-layout)",
+    "balance.experts": "[experts that follow the tokens](experts.md#experts-that-follow-the-tokens)",
     "balance.shape": "[what moves](balance.md#what-moves)",
     "clocks": "[clocks](gpu.md#clocks)",
     "report.jsonl": "[proof](exact.md#proof)",

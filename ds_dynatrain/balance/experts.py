@@ -97,6 +97,19 @@ def balances(profile: Profile, present: Layout, proposed: Layout) -> tuple[Exper
     return tuple(found)
 
 
+def measured_balances(profile: Profile) -> tuple[ExpertBalance, ...]:
+    """Return how evenly the tokens of each layer were distributed when they were measured, and after all swaps."""
+    return tuple(
+        ExpertBalance(
+            cost.name,
+            busiest(cost.tokens, cost.rows),
+            busiest(cost.tokens, swapped(cost.tokens, cost.rows)),
+            bound(cost, len(cost.rows)),
+        )
+        for cost in profile.experts
+    )
+
+
 def bound(cost: ExpertCost, indices: int) -> float:
     """Return the lower bound of `busiest` for any map on this many indices: the largest expert cannot be divided."""
     return max(1.0, max(cost.tokens) * indices / total) if (total := sum(cost.tokens)) else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import typer
 
 from ds_dynatrain.balance.choose import FittingLayout, Members, Search, choose
 from ds_dynatrain.balance.deal import cut_of
+from ds_dynatrain.balance.experts import measured_balances
 from ds_dynatrain.balance.partition import PLENTY, uniform
 from ds_dynatrain.balance.profile import Profile
 from ds_dynatrain.balance.step_time import Link, LinkCosts
@@ -153,6 +154,8 @@ def show(advice: Prediction) -> None:
         terms = ", ".join(f"{term} {ms:.4g}" for term, ms in each.time.step_ms.items() if term != "total")
         typer.echo(f"\n{name}, ms of a step: {terms}")
         typer.echo(_columns([("stage", "layers", "busy ms", "bytes", ""), *_stages(advice, each)]))
+    if experts := measured_balances(profile):
+        typer.echo("\n" + "\n".join(map(str, experts)))
     typer.echo(f"\nA prediction from the profile{_gain(advice)}. Nothing has been changed.")
 
 
@@ -193,7 +196,13 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> str:
 def report(advice: Prediction) -> str:
     """Return the prediction as one JSON object, whose keys are documented in docs/balance.md."""
     present = None if advice.present is None else _with_bytes(advice.present)
-    said = {"present": present, "proposed": _with_bytes(advice.choices[0]), "choices": [*map(_said, advice.choices)]}
+    said: dict[str, Any] = {
+        "present": present,
+        "proposed": _with_bytes(advice.choices[0]),
+        "choices": [*map(_said, advice.choices)],
+    }
+    if measured := measured_balances(advice.profile):
+        said["experts"] = [*map(asdict, measured)]
     return json.dumps(said, indent=2)
 
 
