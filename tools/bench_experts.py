@@ -4,10 +4,10 @@ python tools/bench_experts.py
 python tools/bench_experts.py --rounds 5 --json build/experts.json --write docs/figures
 
 It wants two idle cores and takes a few minutes. 8 experts in each of two layers under AutoEP on 2 ranks, whose routers
-are told to follow Zipf's law. Of each skew: the most tokens of a rank ÷ the mean now and after swaps, beside the best
-of all maps; steps with both maps in turn, beside what is predicted from the first ones; bytes of each switch ÷ the
-fewest that can move. Then 1,000 windows on a virtual clock whose routes drift (`drifting_routes.py`): a move pays if
-the steps until the next move save more than it costs.
+are told to follow Zipf's law, the heaviest experts side by side. Of each skew: the most tokens of a rank ÷ the mean now
+and after swaps, beside the best of all maps; steps with both maps in turn, beside what is predicted from the first
+ones; bytes of each switch ÷ the fewest that can move. Then 1,000 windows on a virtual clock whose routes drift
+(`drifting_routes.py`): a move pays if the steps until the next move save more than it costs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for all that was measured")
     parser.add_argument("--write", type=Path, help="a page, or a folder of them, for the table: docs/figures")
     asked = parser.parse_args()
-    given = {"seed": 0, "rounds": asked.rounds, "steps": asked.steps}
+    given = {"rounds": asked.rounds, "steps": asked.steps}
     by_skew = {skew: launch("expert_ranks.py", 2, 900, skew=skew, **given)[0][0] for skew in SKEWS}
     drifts = drifted(asked.seeds)
     lines = [line for skew, said in by_skew.items() for line in rows_of(skew, said)]

@@ -1,6 +1,6 @@
 """One rank of `bench_experts.py`: layers of AutoEP whose routers are told their skew, before and after swaps.
 
-torchrun ... expert_ranks.py FOLDER '{"skew": 1.0, "seed": 0, "rounds": 3, "steps": 8}'
+torchrun ... expert_ranks.py FOLDER '{"skew": 1.0, "rounds": 3, "steps": 8}'
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
             "balance": {"experts": True, "every_steps": wanted["steps"], "window_steps": wanted["steps"] // 2},
         },
     }
-    shares = [zipf(EXPERTS, wanted["skew"], wanted["seed"] + layer) for layer in range(LAYERS)]
+    shares = zipf(EXPERTS, wanted["skew"])
     engine, _, loader, _ = ds_dynatrain.initialize(model=mixture(), config=config, training_data=Tokens())
     batches = iter(loader)
 
@@ -79,7 +79,7 @@ def main() -> None:
             found.append(time.perf_counter() - begin)
         return found
 
-    with told(lambda: engine.module, shares):
+    with told(lambda: engine.module, lambda _: shares):
         trained(UNTIMED + wanted["steps"])
         advice = engine.balancer.advise()
         took: list[list[float]] = [[], []]
@@ -94,7 +94,7 @@ def main() -> None:
         trained(UNTIMED + wanted["steps"])
         after = engine.balancer.advise()
     said = {
-        "shares": shares,
+        "shares": [shares] * LAYERS,
         "rows": advice.proposed.experts,
         "ratios": [[each.present, each.proposed, each.bound] for each in advice.experts],
         "predicted": [advice.present_time.seconds, advice.proposed_time.seconds],

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+from torch import nn
 
 from ds_dynatrain.adapters.versions.replaced import replaced
 
 
-def zipf(experts: int, skew: float, seed: int) -> list[float]:
-    """Shares of tokens that fall like 1 / rank ** skew, in an order by chance."""
-    order = torch.randperm(experts, generator=torch.Generator().manual_seed(seed)).tolist()
-    weights = [1 / (1 + place) ** skew for place in order]
+def zipf(experts: int, skew: float) -> list[float]:
+    """Shares of tokens that fall like 1 / place ** skew: without a map, the heaviest experts are on one rank."""
+    weights = [place**-skew for place in range(1, experts + 1)]
     return [weight / sum(weights) for weight in weights]
 
 
 @contextmanager
-def told(module: Any, shares: Sequence[Sequence[float]]) -> Iterator[None]:
+def told(module: Callable[[], nn.Module], shares: Callable[[str], Sequence[float]]) -> Iterator[None]:
     """In it every router sends these shares of its tokens to its experts, in each forward pass in another order.
 
-    module: function that returns the model; a switch may give it other routers. shares: of each layer with experts.
+    module: function that returns the model; a switch may give it other routers. shares: of the router of this name.
     """
     whole = TokenChoiceTopKRouter.forward
     chance = torch.Generator().manual_seed(7)
 
     def forward(router: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         scores, chosen, counts = whole(router, x, bias)
-        routers = [part for part in module().modules() if isinstance(part, TokenChoiceTopKRouter)]
-        mine = shares[next(number for number, other in enumerate(routers) if other is router)]
+        mine = shares(next(name for name, part in module().named_modules() if part is router))
         ends = torch.tensor(mine, dtype=torch.float64).cumsum(0)
         places = (torch.arange(chosen.numel()) + 0.5) / chosen.numel()
         experts = torch.searchsorted(ends, places.double()).clamp(max=len(mine) - 1)

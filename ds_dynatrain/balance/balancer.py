@@ -488,9 +488,8 @@ def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Combine two records of `_Told` into one."""
     first, second = from_record(_Told, one), from_record(_Told, other)
     both = {name: each.plus(second.experts[name]) for name, each in first.experts.items() if name in second.experts}
-    whole: dict[str, Any] = to_record(
-        _Told({**first.timed, **second.timed}, {**first.experts, **second.experts, **both})
-    )
+    experts = {**first.experts, **second.experts, **both}
+    whole: dict[str, Any] = to_record(_Told({**first.timed, **second.timed}, experts))
     return whole
 
 

@@ -68,6 +68,13 @@ def test_boundaries_for_four_stages(file: Path, measured: Profile) -> None:
     assert said["choices"][0]["layout"] == said["proposed"]["layout"]
 
 
+def test_experts_that_were_measured(file: Path) -> None:
+    experts = {"name": "mlp", "layer": 3, "forward_seconds": 0.01, "backward_seconds": 0.02}
+    changed(file, experts=[{**experts, "tokens": [0.4, 0.3, 0.2, 0.1], "rows": [[0, 1], [2, 3]]}])
+    assert told(file)["experts"] == [{"name": "mlp", "present": 1.4, "proposed": 1.0, "bound": 1.0}]
+    assert "experts of mlp: most tokens ÷ mean 1.400 now, 1.000 after swaps" in balance(file).stdout
+
+
 def test_for_a_reader(file: Path) -> None:
     result = balance(file, "--stages", 4, "--memory", "80e9")
     assert result.exit_code == 0

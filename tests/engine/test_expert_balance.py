@@ -29,8 +29,10 @@ from tools.told_routes import told
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("AutoEP converts models of transformers'", allow_module_level=True)
 
-SHARES = [(0.4, 0.3, 0.2, 0.1), (0.25, 0.25, 0.25, 0.25)]
-"""Of the first layer, whose experts swap, and of the second."""
+SKEWED = (0.4, 0.3, 0.2, 0.1)
+"""Shares of the first layer's experts, which swap."""
+EVEN = {count: (1 / count,) * count for count in (4, 8)}
+"""Shares of the second layer's, by their number."""
 PER_TOKEN = 20 * TICK
 
 
@@ -53,8 +55,10 @@ def acting(layout: Layout) -> dict[str, Any]:
     """Train where experts of the first layer are skewed; what balance found and did."""
     is_piped, events, engines = layout.pipe > 1, list[Any](), list[Any]()
     make = pipelined_experts.autoep if is_piped else autoep
-    shares = [SHARES[0], (1 / 8,) * 8] if is_piped else SHARES
     block = {"mode": "act", "experts": True, "every_steps": 3, "window_steps": 2, "safety": 0.0}
+
+    def shares(router: str) -> tuple[float, ...]:
+        return (EVEN[8] if router.startswith("3.") else SKEWED) if is_piped else EVEN[4] if ".1." in router else SKEWED
 
     def step_seconds() -> float:
         return 0.1 if engines[0].layout.experts is None else 0.09
@@ -101,7 +105,7 @@ def test_experts_swap_and_all_members_agree(pool: RankPool, layout: Layout) -> N
         assert len(rank["events"]) == 1 and event.predicted_gain > 0.03
     measured = first["profile"].experts
     assert [busiest(each.tokens, each.rows) for each in measured] == pytest.approx([1.0, 1.0], abs=0.02)
-    assert measured[0].tokens == pytest.approx(SHARES[0], abs=0.02)
+    assert measured[0].tokens == pytest.approx(SKEWED, abs=0.02)
     assert measured[0].backward_seconds == pytest.approx(2 * measured[0].forward_seconds, rel=0.1)
     assert [each.layer for each in measured] == ([1, 3] if layout.pipe > 1 else [0, 0])
     told_first = re.search(rf"experts of {measured[0].name}: most tokens ÷ mean ([\d.]+) now", first["said"][0])
