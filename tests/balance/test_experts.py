@@ -10,8 +10,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ds_dynatrain.balance.advice import Advice, MoveCost, Situation, advise
 from ds_dynatrain.balance.config import BalanceConfig
@@ -51,12 +49,14 @@ def test_swaps_are_as_good_as_the_best_map(skew: float) -> None:
         assert busiest(tokens, swapped(tokens, rows_of(TWO, 0, 8))) <= 1.02 * best / 2048
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=24, max_size=24), st.sampled_from([2, 3, 4, 6, 8]))
-def test_each_expert_keeps_one_place_and_nothing_gets_worse(tokens: list[float], indices: int) -> None:
-    rows = rows_of(Layout(data=indices, expert=indices, zero_stage=1), 0, 24)
-    found = swapped(tokens, rows)
-    assert sorted(sum(found, ())) == [*range(24)] and {len(each) for each in found} == {24 // indices}
-    assert bound(cost(tokens), indices) * (1 - 1e-9) <= busiest(tokens, found) <= busiest(tokens, rows)
+@pytest.mark.parametrize("indices", [2, 3, 4, 6, 8])
+def test_each_expert_keeps_one_place_and_nothing_gets_worse(indices: int) -> None:
+    random, rows = np.random.default_rng(indices), rows_of(Layout(data=indices, expert=indices, zero_stage=1), 0, 24)
+    for _ in range(40):
+        tokens = (random.pareto(1.0, 24) * random.integers(0, 2, 24)).tolist()
+        found = swapped(tokens, rows)
+        assert sorted(sum(found, ())) == [*range(24)] and {len(each) for each in found} == {24 // indices}
+        assert bound(cost(tokens), indices) * (1 - 1e-9) <= busiest(tokens, found) <= busiest(tokens, rows) + 1e-9
 
 
 def test_without_a_map_the_first_index_has_the_first_experts() -> None:
