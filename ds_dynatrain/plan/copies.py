@@ -24,7 +24,7 @@ def has_one_holder(vps: VirtualParameterSpace, layout: Layout, kind: str) -> boo
 
 
 def is_trained_weight(vps: VirtualParameterSpace, kind: str, name: BufferId) -> bool:
-    """Return whether a buffer holds trained weights, which need no copy because their masters can be cast to them."""
+    """Return whether a buffer holds trained weights, which need no copy because they can be cast from their masters."""
     is_frozen = name.place == "partition" or (name.place == "tensor" and not vps.tensors[name.index].trainable)
     return row_of(kind).is_cast and not is_frozen
 
@@ -53,10 +53,10 @@ def outlives_a_node(layout: Layout, nodes: Sequence[str]) -> bool:
 
 
 def is_copied(vps: VirtualParameterSpace, layout: Layout, kind: str, name: BufferId, everything: bool = False) -> bool:
-    """Return whether a buffer of a rank must be part of the rank's copy.
+    """Return whether a buffer of a rank must be part of the copy of this rank's state that other ranks keep.
 
-    everything: also include kinds that other ranks hold, except weights. Surviving ranks do hold them, but with newer
-    values than those of the copy.
+    everything: also include kinds that other ranks hold, except weights. The surviving ranks do hold them, but with
+        newer values than those of the copy.
     """
     belongs = has_one_holder(vps, layout, kind) or (everything and not row_of(kind).is_cast)
     return belongs and not is_trained_weight(vps, kind, name)

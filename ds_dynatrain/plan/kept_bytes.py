@@ -28,7 +28,8 @@ A holder is a rank, or a whole shard group: the world size plus the index of the
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """A division of ranks into classes. Ranks of a class belong to the same groups, and share the same bytes with them.
+    """A division of ranks into classes: ranks of a class belong to the same shard groups, and hold the same bytes with
+    them.
 
     of: the class of each rank.
     first: the first rank of each class.
@@ -40,14 +41,15 @@ class Classes:
 
 @dataclass(frozen=True, eq=False)
 class KeptBytes:
-    """The bytes that each source rank keeps in each slot.
+    """The bytes that each source rank keeps in each slot (rank of the target layout).
 
     ranks, slots: the classes of source ranks and of slots.
     by_class: the bytes that a rank of a class (row) keeps in a slot of a class (column), unless the pair is listed.
     rank, slot, nbytes: the list of pairs in which a rank keeps more than its class does, and all bytes that it keeps
         there.
     wanted: the bytes that a member without a source rank receives in each slot.
-    zones: the zone of each rank and of each slot. A rank can only get slots of its zone, and a class lies in one zone.
+    zones: the zone (set of nodes) of each rank and of each slot. A rank can only get slots of its zone, and a class
+        lies in one zone.
     """
 
     ranks: Classes
@@ -69,7 +71,9 @@ class KeptBytes:
         return self.zones[0][self.ranks.first], self.zones[1][self.slots.first]
 
     def within(self, rank_zone: Ints, slot_zone: Ints) -> KeptBytes:
-        """Return the part of the table in which the zones of rank and slot are the same."""
+        """Return the part of the table in which rank and slot are in the same zone, given the zone of each rank and
+        slot.
+        """
         pairs = rank_zone[self.rank] == slot_zone[self.slot]
         ranks, slots = _divided(self.ranks, rank_zone), _divided(self.slots, slot_zone)
         here, there = rank_zone[ranks.first], slot_zone[slots.first]
@@ -116,7 +120,7 @@ class KeptBytes:
         )
 
     def nbytes_of(self, rank_of: Ints) -> int:
-        """Return the total bytes kept if `rank_of` gives the rank at each slot. Some of its entries may be ABSENT."""
+        """Return the total bytes kept if `rank_of` gives the source rank at each slot. Entries may be ABSENT."""
         slot = np.flatnonzero(rank_of != ABSENT)
         rank, width = rank_of[slot], len(self.slots.of)
         nbytes = self.by_class[self.ranks.of[rank], self.slots.of[slot]]
@@ -126,7 +130,10 @@ class KeptBytes:
 
 
 def kept_bytes(sides: Sides) -> KeptBytes:
-    """Return the table of a switch for all kinds that move. It does not depend on the members of `sides`."""
+    """Return how many bytes each source rank keeps in each slot, over all kinds that move.
+
+    The table does not depend on the members of `sides`.
+    """
     ranks, slots = sides.vps.layout.world_size, sides.layout.world_size
     rank_groups = _groups(ranks, [sides.source(kind.name) for kind in sides.kinds])
     slot_groups = _groups(slots, [sides.target(kind.name) for kind in sides.kinds])
@@ -216,8 +223,7 @@ def _held(cut: Sharding, among: Runs) -> Held:
 def _meetings(sides: Sides, kind: Kind, start: Ints, stop: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Yield (row, source rank, number of elements) for the elements of slots' runs that a source rank holds.
 
-    The rank may be a group, which is numbered as in `Held`. If a rank holds the same bytes in two kinds, they count
-    once.
+    The rank may stand for a shard group, as in `Held`. If a rank holds the same bytes in two kinds, they count once.
     """
     earlier: list[Sharding] = []
     for cut in sorted(map(sides.source, kind.sources), key=lambda cut: cut.shared is None):

@@ -1,8 +1,8 @@
-"""The assignment of source ranks to slots that keeps the most bytes, with prices that prove it.
+"""The assignment of source ranks to slots (ranks of the target) that keeps the most bytes, with prices that prove it.
 
-This is a transport problem: a linear program whose corners are whole numbers. In a slot, a rank either keeps more than
-its class does, which is a listed pair, or as much as its class, whose ranks are interchangeable in all slots of a
-class. The prices of ranks and slots prove that no assignment keeps more (`most_kept`).
+This is a transport problem: a linear program whose vertices are integral. In a slot, a rank either keeps more than its
+class does, which makes the two a listed pair, or as much as its class, whose ranks are interchangeable in all slots of
+a class. The dual prices of ranks and slots prove that no assignment keeps more (`most_kept`).
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ def most_kept(kept: KeptBytes, prices: Prices, ranks: Bools, slots: Bools) -> in
 
 
 def match(kept: KeptBytes, ranks: Bools, slots: Bools) -> Matching:
-    """Assign source ranks to slots of their zones such that they keep the most bytes. Each zone is filled if it can be.
+    """Assign source ranks to slots of their zones such that they keep the most bytes. Zones are filled as far as
+    possible.
 
-    ranks, slots: which of them take part.
+    ranks, slots: masks of the ranks and slots that take part.
 
     Among the assignments that keep the most bytes, the result is the one in which lower ranks take part, and in which
     ranks get slots near their own position: it minimizes the sum of the squared distances, where positions count the
     ranks and slots that take part. Interchangeable ranks of a class get slots in ascending order. If the numbers are
-    too large to be solved exactly, all ranks get slots in ascending order, but the prices are still valid.
+    too large for an exact solution, all ranks get slots in ascending order, but the prices are still valid.
     """
     program = _Program.of(kept, ranks, slots)
     price = program.quick_prices()
@@ -145,13 +146,15 @@ class _Program:
         return _Program(kept, ranks, slots, rank, slot, row, column, value, limit)
 
     def by_sort(self, of_constraint: Ints) -> list[Ints]:
-        """Split an array with one entry per constraint by sort of constraint."""
+        """Split an array with one entry per constraint into five: for ranks, rank classes, slots, slot classes and
+        zones.
+        """
         kept = self.kept
         sizes = len(self.open_ranks), len(kept.ranks.first), len(self.open_slots), len(kept.slots.first)
         return np.split(of_constraint, np.cumsum(sizes))
 
     def by_use(self, of_variable: Ints) -> list[Ints]:
-        """Split an array with one entry per variable by sort of variable."""
+        """Split an array with one entry per variable into five, in the order of the variables in the class's docstring."""
         sizes = len(self.rank), len(self.rank_class), len(self.open_ranks), len(self.kept.ranks.first)
         return np.split(of_variable, np.cumsum(sizes))
 
@@ -178,7 +181,7 @@ class _Program:
         return coo_array((sign, join([each[:2] for each in entries])), shape=count).tocsr()
 
     def prices(self) -> Ints:
-        """Return the price of each constraint, from the whole program."""
+        """Return the dual price of each constraint, from the whole linear program."""
         hub = bool(self.by_use(self.value)[4].any())
         ranks, slots = np.full(len(self.kept.ranks.first), hub), np.full(len(self.kept.slots.first), hub)
         ranks[self.rank_class] = slots[self.slot_class] = True  # only the constraints of these classes matter
@@ -187,7 +190,7 @@ class _Program:
         )
 
     def quick_prices(self) -> Ints:
-        """Return prices from two small programs: one for classes, and one for what listed pairs keep in addition.
+        """Return dual prices from two small programs: one for classes, and one for what listed pairs keep in addition.
 
         The prices always prove a bound, which is usually the best one.
         """
@@ -203,7 +206,11 @@ class _Program:
         )
 
     def _solved(self, value: Ints, limit: Ints, uses: Selection, sorts: Selection) -> Ints:
-        """Return the price of each constraint in the program that has only the selected variables and constraints."""
+        """Return the dual price of each constraint in the program reduced to the selected variables and constraints.
+
+        value, limit: the value of each variable and the limit of each constraint.
+        uses, sorts: which variables of each of the five kinds, and which constraints of each kind, are selected.
+        """
         variables, constraints = np.ones(len(value), bool), np.ones(len(limit), bool)
         for part, chosen in zip(self.by_use(variables) + self.by_sort(constraints), (*uses, *sorts), strict=True):
             part[:] = chosen

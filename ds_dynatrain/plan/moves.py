@@ -115,8 +115,8 @@ RUNS = (
 )
 """The rows of a table of runs, each of which lies in one strip of `Sides.space.logical`.
 
-An origin is the offset at which the strip would begin in the buffer. So the parts of a run differ in start and stop
-alone, and can be merged again.
+An origin is the offset at which the strip would begin in the buffer. The parts of a run therefore differ only in start
+and stop, and can be merged again.
 """
 
 

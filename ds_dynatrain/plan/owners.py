@@ -1,8 +1,8 @@
-"""An order of tensors in the flat buffers of ZeRO stages 1 and 2 in which few elements move to another rank.
+"""An order of tensors in the flat buffers of ZeRO stages 1 and 2 that makes few elements move to another rank.
 
-DeepSpeed cuts a flat buffer into equal parts. With one rank more or less, every border moves, and most elements move to
-another rank. Another order of the tensors avoids this: each remaining rank's tensors lie inside its new part, and the
-tensors of other ranks fill the gaps. Borders then cut tensors that have to move anyway.
+DeepSpeed cuts a flat buffer into equal parts. With one rank more or less, every border shifts, and most elements move
+to another rank. Another order of the tensors avoids this: each remaining rank's tensors lie inside its new part, and
+the tensors of other ranks fill the gaps. Borders then cut tensors that have to move anyway.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def nearest(
     candidates: Iterable[int],
     node_of: Mapping[int, str] | None = None,
 ) -> tuple[Layout, Assignment]:
-    """Return the target with the order of tensors, DeepSpeed's or ours, that moves fewer bytes, and its assignment.
+    """Return the target layout with the order of tensors that moves fewer bytes, and the members at its ranks.
 
-    A layout of the same sizes keeps its order. The order is DeepSpeed's if ours does not move fewer bytes, at stages
-    that cannot have ours, and if pipe, expert or tensor axes cut the model.
+    The candidates are DeepSpeed's order and one that keeps tensors at their ranks (`_by_owners`). DeepSpeed's is used
+    on a tie, in ZeRO stages that cannot have another order, and if pipe, expert or tensor axes partition the model. If
+    only the members change, the current order is kept.
     """
     members, plain = sorted(candidates), target.replace(order=None)
     is_cut = vps.mesh(vps.layout) is not None or vps.mesh(plain) is not None
@@ -40,9 +41,9 @@ def nearest(
 
 
 def _by_owners(vps: VirtualParameterSpace, target: Layout, members: Collection[int]) -> tuple[int, ...] | None:
-    """Return an order in which members that stay keep their ranks' tensors, lower ranks first.
+    """Return an order of tensors in which remaining members keep their ranks' tensors, lower ranks first.
 
-    Returns None if that is the order of the tensors' numbers.
+    Returns None if this is the default order.
     """
     line, count = vps.line, vps.line.trainable_count
     begin, end = line.bases[:count], line.bases[1 : count + 1]
@@ -67,10 +68,12 @@ def _by_owners(vps: VirtualParameterSpace, target: Layout, members: Collection[i
 def _arranged(tensors: Ints, numels: Ints, slots: Ints, width: int, ranks: int) -> list[int]:
     """Return an order of the tensors in which those of each slot lie within the slot's part as far as they fit.
 
-    Tensors wider than a part stay at the nearer end of the buffer.
+    Tensors larger than a part stay at the nearer end of the buffer.
 
-    slots: the slot of each tensor's owner, or ABSENT.
+    numels: number of elements of each tensor.
+    slots: the slot (rank of the target) of each tensor's owner, or ABSENT.
     width: number of elements in the part of a slot.
+    ranks: the number of slots.
     """
     sizes = numels[tensors]
     wide, is_late = sizes > width, np.cumsum(sizes) - sizes // 2 > sizes.sum() // 2

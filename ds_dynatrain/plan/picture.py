@@ -1,6 +1,6 @@
-"""The bytes of a whole plan, by member and by node, and the memory of every member.
+"""The bytes that a whole plan moves, by member and by node, and the memory that every member needs.
 
-They are computed for many ranks at once, with a limited number of runs at a time. State kinds that are sharded alike
+They are computed for many ranks at once, with a limited number of runs at a time. State kinds with the same sharding
 are counted once.
 """
 
@@ -110,7 +110,7 @@ def _whole(sums: Floats) -> Ints:
 
 
 def _held(cut: Sharding, bases: Ints, parts: int = 1) -> Iterator[Rows]:
-    """Yield the runs that all ranks of a sharding hold, in several portions.
+    """Yield the runs that each rank of a sharding holds, in several portions.
 
     bases: the first coordinate of each tensor, and the end of the line.
     parts: the maximum number of portions into which the runs of a rank that holds whole tensors may be divided.
@@ -131,9 +131,7 @@ def _held(cut: Sharding, bases: Ints, parts: int = 1) -> Iterator[Rows]:
 
 
 class _Count:
-    """Sums of bytes, to which the state kinds are added one by one. Arrays have an entry for each member; see
-    `Picture`.
-    """
+    """Running sums of the bytes of a plan, one entry per member; state kinds are added one by one. See `Picture`."""
 
     def __init__(self, sides: Sides, members: Ints, nodes: Ints) -> None:
         """Start with all sums at 0."""
@@ -144,8 +142,9 @@ class _Count:
         self.by_node = np.zeros((self._nodes, self._nodes))
 
     def add_kind(self, kind: Kind, nbytes: int) -> None:
-        """Add the bytes of all ranks for all kinds that are sharded like `kind`. These kinds have `nbytes` per element
-        together.
+        """Add the bytes that all ranks move for the kinds that are sharded like `kind`.
+
+        nbytes: the bytes per element, summed over these kinds.
         """
         sides, every = self._sides, np.arange(len(self._receiver), dtype=np.int64)
         target, read = sides.target(kind.name), sides.source(sides.read_from(kind))

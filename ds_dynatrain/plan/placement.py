@@ -1,5 +1,5 @@
-"""The node of each slot (rank of the target). It determines the speed of communication in every later step, not only of
-the switch.
+"""The node of each slot (rank of the target). It determines the speed of communication in every later step, and not
+only that of the switch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def place_slots(
     The rules, the most important first:
     1. A tensor group lies inside a node if all groups fit this way, and one of them begins with the first slot.
     2. A sequence group, and an expert group, lies on the fewest nodes. Both are consecutive slots, like tensor groups.
-    3. Few nodes are used, so that members who leave empty whole nodes. Nodes with working members come before others,
-       and larger nodes before smaller ones.
+    3. As few nodes as possible are used, so that leaving members free whole nodes. Nodes with working members come
+    first, and larger nodes come before smaller ones.
     4. Members keep the most bytes. For this, nodes of equal size exchange their parts of the slots.
 
     Slots are assigned to nodes group by group. A group takes the largest nodes that are left, and for its remainder the
@@ -40,7 +40,7 @@ def place_slots(
     groups fit inside nodes.
 
     capacity: how many members of each node may get a slot; nodes are in the order of their lowest ranks.
-    working: how many of them work.
+    working: how many members of each node work.
     has_first: whether the first slot must lie on the first node.
     kept: the bytes that source ranks keep in slots.
     node_of_rank: the node of each source rank, or the number of nodes for a rank that gets no slot.
@@ -77,9 +77,10 @@ def place_slots(
 
 
 def _sizes(layout: Layout, capacity: Ints, most: int) -> tuple[int, int]:
-    """Return (how many slots a node takes at once, how many slots are assigned together).
+    """Return (how many slots a node takes at once, how many slots are assigned together). Both are sizes of groups.
 
-    Both are sizes of groups. The first is at most `most`.
+    capacity: how many members of each node may get a slot.
+    most: the upper limit of the first number.
     """
     found = [1]
     for size in sorted({layout.tensor, layout.tensor * layout.sequence, layout.expert}):
@@ -94,7 +95,7 @@ def _taken(room: dict[int, int], count: int, first: int | None) -> dict[int, int
 
     room: the free slots of each node.
     count: the number of slots in the group.
-    first: a node that must take the first slot.
+    first: a node that must take the first slot, or None.
     """
     taken: dict[int, int] = {}
     # the sort is stable, so nodes stay in the order of preference
@@ -110,7 +111,7 @@ def _taken(room: dict[int, int], count: int, first: int | None) -> dict[int, int
 
 
 def _exchanged(node_of_slot: Ints, capacity: Ints, has_first: bool, kept: KeptBytes, node_of_rank: Ints) -> Ints:
-    """Exchange the slots of nodes of equal capacity such that members keep the most bytes. Return the node of each
+    """Exchange slots between nodes of equal capacity such that members keep the most bytes; return the node of each
     slot.
     """
     nodes = len(capacity)

@@ -97,9 +97,9 @@ def split(
 ) -> tuple[list[Exchange], list[Exchange]]:
     """Split exchanges into (exchanges of all other moves, exchanges of the selected moves).
 
-    Moves are selected if their peer is in `members` and they read buffers of `kinds`; selected moves are not sent as
-    messages through the host. The plans of two members stay consistent if each is in the other's `members` and both
-    pass the same kinds.
+    The selected moves are those with peers in `members` that read buffers of `kinds`; the caller sends them another way
+    than as messages through the host. The plans of two members stay consistent if each is in the other's `members` and
+    both pass the same kinds.
 
     into: the state kinds of the target buffers; None for all.
     """
@@ -140,7 +140,7 @@ class SwitchPlan:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members before or after the switch, in ascending order."""
+        """All members before or after the switch, in ascending order."""
         return tuple(sorted({*self.sides.vps.members, *self.sides.members}))
 
     def for_member(self, member: int) -> MemberPlan:

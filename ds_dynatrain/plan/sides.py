@@ -34,14 +34,14 @@ Rows = tuple[Ints, Ints, Ints]
 """Runs of coordinates as arrays: (start, stop, rank)."""
 NO_ROWS: Rows = (interval.ints([]),) * 3
 TURNS = 16
-"""How often each member that holds copies has its turn, on average, if a receiver needs all of them."""
+"""Average number of turns of each member that holds copies, when one receiver needs everything that is copied."""
 SMALLEST_SHARE = 1 << 16
-"""Fewest elements of a turn, so that messages do not become small; members with less than all turns have one turn."""
+"""Smallest number of elements in a turn, so that messages stay large. Below `TURNS` such turns, a member has one turn."""
 RELAYED_PARTS = 1 << 12
-"""Number of parts into which relayed elements are divided among a node's members. There are fewer parts if a part would
-be smaller than `SMALLEST_SHARE`."""
+"""Number of parts into which relayed elements are divided among a node's members, unless parts would be smaller than
+`SMALLEST_SHARE`."""
 NOWHERE, ELSEWHERE = -1, -2
-"""Nodes of source and of target members whose nodes are unknown: no other member is on the node of such a member."""
+"""Nodes of source and of target members whose nodes are unknown. No other member counts as being on the same node."""
 
 
 class Needs(NamedTuple):
@@ -134,7 +134,7 @@ class Sides:
         return self.space.sharding(self.layout, kind)
 
     def alike(self) -> list[list[Kind]]:
-        """Group the kinds whose elements lie and move alike, such as a master and its moments."""
+        """Group kinds whose elements have the same positions and the same moves, such as a master and its moments."""
         found = dict[object, list[Kind]]()
         for kind in self.kinds:
             row = row_of(kind.name)
@@ -182,8 +182,9 @@ class Sides:
     def deliveries(self, kind: Kind, rank: int, wanted: Runs) -> tuple[Rows, tuple[Ints, Ints, Ints, Ints]]:
         """Return (runs from source ranks, runs by relays) that a target rank receives.
 
-        The first result is that of `senders`, without what relays pass on. The second is (start, stop, relay,
-        receiver), and includes what this rank, as a relay, passes on to others.
+        A relay is a rank that receives runs from another node and passes them on within its node. The first result is
+        that of `senders`, without what relays pass on. The second is (start, stop, relay, receiver), and includes what
+        this rank, as a relay, passes on to others.
         """
         start, stop, sender = self.senders(kind, rank, wanted)
         far = self.source_nodes[sender] != self.target_nodes[rank]
@@ -211,8 +212,9 @@ class Sides:
         return interval.join(parts)
 
     def _directly(self, kind: Kind, sender: int, start: Ints, stop: Ints, rank: Ints) -> Rows:
-        """Return the runs that a source rank sends itself: without those that the target rank already has, can cast or
-        gets by relay.
+        """Return the runs that a source rank itself sends to target ranks.
+
+        Runs that a target rank already has, can cast or gets through a relay (a rank on its node) are left out.
         """
         row, start, stop = self._still_needed(kind, start, stop, rank)
         rank = rank[row]
@@ -224,7 +226,10 @@ class Sides:
         return interval.join([(start[~far], stop[~far], rank[~far]), (low[own], high[own], relay[own])])
 
     def _still_needed(self, kind: Kind, start: Ints, stop: Ints, rank: Ints) -> Rows:
-        """Return (row, start, stop) of the parts of runs that their target rank neither holds already nor can cast."""
+        """Return (row, start, stop) of the parts of runs that their target rank neither holds already nor can cast.
+
+        rank: the target rank of each run.
+        """
         rows = np.arange(len(start), dtype=np.int64)
         for name in kind.sources:
             row, start, stop = self.source(name).lacking(start, stop, self.source_ranks[rank[rows]])
@@ -238,8 +243,8 @@ class Sides:
 
     @cached_property
     def _by_node(self) -> tuple[Ints, Ints, Ints]:
-        """(target ranks sorted by node, index there of the first rank on each rank's node, number of ranks on that
-        node).
+        """Three arrays: target ranks sorted by node and, for each rank, where its node begins in them and how many
+        ranks it has.
         """
         _, node, count = np.unique(self.target_nodes, return_inverse=True, return_counts=True)
         return np.argsort(node, kind="stable"), (np.cumsum(count) - count)[node], count[node]
@@ -325,8 +330,9 @@ class Sides:
         return start, stop, rank[row[part]]
 
     def _turn(self, copies: Copies, rank: Ints) -> Ints:
-        """Return, for each target rank, the index of the rank in a shard group that sends to it first. They are evenly
-        spaced.
+        """Return, for each target rank, the index in a shard group of the rank that sends first to it.
+
+        The indices are evenly spaced, so that receivers start with different senders.
         """
         groups = self.layout.expert if copies.experts else self.layout.tensor
         index = rank % self.layout.ranks_per_stage // groups
@@ -345,8 +351,9 @@ def _runs(cut: Sharding, rank: int) -> Runs:
 
 
 def _divide(want: Runs, held: Runs, name: str, into: list[tuple[str, Runs]]) -> Runs:
-    """Add to `into` the wanted elements that are held, under the name of a kind. Return the wanted elements that are
-    left.
+    """Divide the wanted runs into those that are held and those that are left; return the latter.
+
+    name: the state kind that is held; (name, held runs) is appended to `into`.
     """
     row, _, low, high = interval.intersect(*want, *held)
     into.append((name, Runs(low, high)))

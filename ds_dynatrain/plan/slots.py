@@ -1,4 +1,4 @@
-"""Slots: the assignment of members to the ranks (slots) of the new world that moves the fewest bytes.
+"""Slots: the assignment of members to the ranks (slots) of the new layout that moves the fewest bytes.
 
 If the member at rank 0 stays, it keeps rank 0. All others get the slots in which they together keep the most bytes
 (`matching`), counted in a sparse table (`kept_bytes`). On several nodes, the node of each slot is chosen first
@@ -57,11 +57,13 @@ def assign_slots(
 
     If the members are on several nodes, the rules of `place_slots` take precedence.
 
-    If several members would move equally many bytes, members are preferred that already work, then those that make
-    fewer bytes cross between nodes (see `_near_senders`), then lower current ranks, then nodes with more working
-    members, then lower member numbers. Among the members that get a slot, those with lower current ranks get lower
-    slots, such that the sum of the squared differences is small (see `match`); idle members get the remaining slots in
-    order. The order of the arguments does not matter. Raises LayoutError if there are fewer candidates than slots.
+    If several members would move equally many bytes, slots go first to members that already work, then to those that
+    make fewer bytes cross between nodes (see `_near_senders`), then to lower current ranks, then to nodes with more
+    working members, and then to lower member numbers. Among the members that get a slot, those with lower current ranks
+    get lower slots, such that the sum of the squared differences is small (see `match`); idle members get the remaining
+    slots in order. The order of the arguments does not matter.
+
+    Raises LayoutError if there are fewer candidates than slots.
     """
     node_of, members = node_of or {}, set(candidates)
     slots = target_layout.world_size
@@ -124,9 +126,11 @@ def _near_senders(kept: KeptBytes, rank_of: Ints, node: Ints, zone: Ints, may_mo
 
 
 def _ruled(kept: KeptBytes, ranks: Bools) -> tuple[Ints, int, int]:
-    """Return (rank at each slot if rank 0 keeps its slot, bound on the bytes kept then, bytes that this rule costs).
+    """Assign source ranks to slots, such that rank 0 keeps its slot.
 
-    ranks: the source ranks that take part.
+    Returns (rank at each slot, upper bound on the bytes kept under this rule, bytes that the rule costs).
+
+    ranks: a mask of the source ranks that take part.
     """
     slots = np.ones(len(kept.wanted), bool)
     rank_of, most = _matched(kept, ranks, slots)

@@ -57,7 +57,7 @@ class LinkSeconds:
 
     @property
     def floor(self) -> float:
-        """The minimum time of all traffic."""
+        """Lower bound on the time of all traffic. Link classes work in parallel, so only the slowest one counts."""
         return max(self.memory, self.node, self.network)
 
 
@@ -125,7 +125,7 @@ class Topology:
 
     @cached_property
     def _places(self) -> tuple[Ints, Ints]:
-        """The members in ascending order, and for each the index in `names` of its node."""
+        """Two arrays: the members in ascending order, and the index in `names` of each member's node."""
         members, number = ints(sorted(self.node_of)), {name: index for index, name in enumerate(self.names)}
         return members, ints([number[self.node_of[member]] for member in members.tolist()])
 
@@ -164,8 +164,8 @@ class Topology:
     def seconds(self, source: Ints, target: Ints, nbytes: Ints) -> LinkSeconds:
         """Return how long the given traffic takes, by class of links.
 
-        source, target, nbytes: the bytes from each source member to each target member. If the two are equal, it is a
-            copy. Each entry is one message.
+        source, target, nbytes: the bytes from each source member to each target member, as one message. If source and
+            target are equal, the entry is a copy inside the member.
         """
         out_of, into = self.node_index(source), self.node_index(target)
         where = np.where(out_of != into, NETWORK, np.where(source == target, MEMORY, NODE))
@@ -185,7 +185,11 @@ class Topology:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Time that moves take in addition to the transfer over links; see `Topology`."""
+    """Time that moves take in addition to the transfer over links.
+
+    seconds: the part that does not depend on the number of bytes.
+    factor: how many times longer moves take than the transfer alone.
+    """
 
     seconds: Annotated[float, Field(ge=0)] = 0.0
     factor: Annotated[float, Field(ge=1)] = OVERHEAD
