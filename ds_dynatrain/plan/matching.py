@@ -146,9 +146,7 @@ class _Program:
         return _Program(kept, ranks, slots, rank, slot, row, column, value, limit)
 
     def by_sort(self, of_constraint: Ints) -> list[Ints]:
-        """Split an array with one entry per constraint into five: for ranks, rank classes, slots, slot classes and
-        zones.
-        """
+        """Split an array with one entry per constraint by sort: ranks, rank classes, slots, slot classes, zones."""
         kept = self.kept
         sizes = len(self.open_ranks), len(kept.ranks.first), len(self.open_slots), len(kept.slots.first)
         return np.split(of_constraint, np.cumsum(sizes))

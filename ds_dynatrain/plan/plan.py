@@ -140,7 +140,7 @@ class SwitchPlan:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """All members before or after the switch, in ascending order."""
+        """The members before or after the switch, in ascending order."""
         return tuple(sorted({*self.sides.vps.members, *self.sides.members}))
 
     def for_member(self, member: int) -> MemberPlan:

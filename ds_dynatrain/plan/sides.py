@@ -36,7 +36,7 @@ NO_ROWS: Rows = (interval.ints([]),) * 3
 TURNS = 16
 """Average number of turns of each member that holds copies, when one receiver needs everything that is copied."""
 SMALLEST_SHARE = 1 << 16
-"""Smallest number of elements in a turn, so that messages stay large. Below `TURNS` such turns, a member has one turn."""
+"""Smallest number of elements in a turn, so that messages stay large. Below `TURNS` such turns, each has one turn."""
 RELAYED_PARTS = 1 << 12
 """Number of parts into which relayed elements are divided among a node's members, unless parts would be smaller than
 `SMALLEST_SHARE`."""
