@@ -152,7 +152,7 @@ class _Program:
         return np.split(of_constraint, np.cumsum(sizes))
 
     def by_use(self, of_variable: Ints) -> list[Ints]:
-        """Split an array with one entry per variable into five, in the order of the variables in the class's docstring."""
+        """Split an array with one entry per variable into five, in the order that the class's docstring gives."""
         sizes = len(self.rank), len(self.rank_class), len(self.open_ranks), len(self.kept.ranks.first)
         return np.split(of_variable, np.cumsum(sizes))
 
