@@ -30,18 +30,18 @@ from ds_dynatrain.errors import LayoutError
 from ds_dynatrain.space.layout import Layout
 
 SLACK = 0.02
-"""Fraction by which the slowest stage may exceed the optimum if that moves fewer bytes."""
+"""Fraction by which the slowest stage may take longer than in the optimal division, if fewer bytes move that way."""
 ROUTES_DRIFT = 2.0
-"""Factor of the cost of a move to another map of experts.
+"""Factor by which the cost of a move to another map of experts (which rank holds which) is multiplied.
 
-Routes of tokens go on drifting, so a map is of use for a shorter time than boundaries. In simulated jobs 0.8 of the
-moves paid without the factor (`tools/bench_experts.py`).
+Token routes keep drifting, so a map stays useful for a shorter time than boundaries do. In simulated jobs, 80 % of the
+moves paid off without the factor (`tools/bench_experts.py`).
 """
 AS_GOOD = 0.9
-"""Fraction of the newest map's saving from which an earlier proposed map of experts is proposed again.
+"""Fraction of the newest map's saving at which a map of experts that was proposed earlier is proposed again.
 
-Tokens are counted anew in each window. Without this rule each window would propose another map, and the time lost
-against it would be forgotten.
+Tokens are counted anew in each window of timed steps. Without this rule each window would propose another map, and the
+time lost against the earlier one would be forgotten.
 """
 Shape = Literal["boundaries", "any"]
 """The changes that the search may propose.
@@ -49,7 +49,7 @@ Shape = Literal["boundaries", "any"]
 "boundaries" keeps the numbers of stages and data ranks; "any" may change both, and also the shares of samples.
 """
 MoveTo = Callable[[Layout, tuple[int, ...]], "MoveCost | None"]
-"""Callback that returns the cost of moving to a layout without the given ranks; None if a switch would be refused."""
+"""Function (layout, ranks that leave) -> the cost of moving to the layout; None if a switch would be refused."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,13 @@ class Advice:
     move: the cost of moving to the proposed layout.
     decision: whether to move, and the numbers behind the answer.
     without: the slow ranks that would leave the layout.
-    rivals: the layouts against which time has been lost; see `DecisionHistory`.
+    rivals: the layouts that would have been faster than the one in use; see `DecisionHistory`.
     slowdown: the time lost to slow members; None if none has been slow.
-    at_work: the fraction of the working members that still work after a move that saves members; otherwise 1. The
-        decision counts the time of all members, so it multiplies the proposed step's seconds by this fraction.
+    at_work: the fraction of the working members that would still work after the move. It is below 1 only for a move
+        that saves members. The decision counts the time of all members, so the proposed step time is multiplied by this
+        fraction.
     release: whether nodes without work should leave now; None if there are none, or if none may leave.
-    saved_member_seconds: the sum of the times for which members were free because fewer were enough.
+    saved_member_seconds: the total time for which members were free because fewer were enough.
     experts: the distribution of tokens in each layer whose experts were measured.
 
     `str` returns a readable report.
@@ -126,9 +127,7 @@ class Advice:
         return "\n".join(rows)
 
     def _row(self, name: str, layout: Layout, time: StepTime) -> str:
-        """Format one line of the report about a layout. If the layouts differ only in their boundaries, only these are
-        shown.
-        """
+        """Return one line of the report about a layout, which is described by its boundaries if only these differ."""
         is_same_otherwise = self.present.replace(boundaries=None) == self.proposed.replace(boundaries=None)
         cut = f"boundaries {','.join(map(str, layout.boundaries or ()))}"
         what = cut if self.present.pipe > 1 and is_same_otherwise else str(layout)
@@ -141,17 +140,17 @@ class Situation:
     """The current state of training, for which `advise` answers.
 
     present: the current layout, with its boundaries.
-    accumulation: function from a layout to the number of micro-batches into which it cuts a global batch.
+    accumulation: function from a layout to the number of micro-batches into which it divides a global batch.
     step: the current step.
     history: the earlier decisions.
     rules: the `balance` block of the configuration.
     memory_bytes: the memory of one member, in bytes.
     shape: the changes that may be proposed.
-    slow: the ranks that count as slow; only these keep their measured speed.
-    spares: the number of idle members, which could take the place of slow ones, or work again.
-    vacant: how many of these are on nodes that could leave.
+    slow: the ranks that count as slow. Only their speeds are used; all other ranks count as equally fast.
+    spares: the number of idle members, which could replace slow ones, or work again.
+    vacant: how many of the idle members are on nodes that could leave.
     pause_seconds: seconds for which a change of members pauses training.
-    step_seconds: the measured seconds of a step; 0 if none was measured.
+    step_seconds: the measured step time in seconds; 0 if none was measured.
     pipeline: whether the model is a PipelineModule.
     slowdown: the time lost to slow members up to `history.step`; None if none has been slow.
     """
@@ -172,15 +171,21 @@ class Situation:
     slowdown: Slowdown | None = None
 
     def time(self, profile: Profile, layout: Layout, speeds: Sequence[float]) -> StepTime:
-        """Return the predicted step time of a layout whose ranks have these speeds."""
+        """Return the predicted step time of a layout.
+
+        speeds: the speed of the member at each rank.
+        """
         return step_time(profile, layout, self.deal(profile, layout), speeds[: layout.world_size])
 
     def deal(self, profile: Profile, layout: Layout) -> Deal:
-        """Return a layout's deal (its division of a global batch's samples)."""
+        """Return how a layout divides the samples of a global batch over data ranks and micro-batches."""
         return Deal.of(profile, layout, self.accumulation(layout), self.pipeline)
 
     def at_work(self, layout: Layout) -> float:
-        """Return the fraction of the working members that work in a layout, at most 1; 1 if members do not go idle."""
+        """Return the fraction (at most 1) of the working members that would still work in a layout.
+
+        Returns 1 if the configuration keeps all members working.
+        """
         return min(1.0, layout.world_size / self.present.world_size) if self.rules.members != "keep" else 1.0
 
 
@@ -286,10 +291,11 @@ def _release(at: Situation, seconds: float) -> BalanceDecision | None:
 
 
 def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...] = ()) -> FittingLayout:
-    """Return the best layout without the ranks in `gone`; if members may go idle, the smallest that is good enough.
+    """Return the layout with the shortest predicted step, without the ranks in `gone`.
 
-    Idle members may take the places of ranks that go. The layout grows only if members may become idle; in that case
-    idle members may work again.
+    If members may become idle, it is the layout with the fewest members whose step is at most `at_most_slower` slower
+    than the best one. Idle members may replace ranks in `gone`. The layout grows only if members may become idle; in
+    that case idle members may also work again.
 
     Raises LayoutError if nothing fits.
     """
@@ -325,7 +331,7 @@ def _best(profile: Profile, at: Situation, move_to: MoveTo, gone: tuple[int, ...
 
 
 def _error(profile: Profile, deal: Deal, present: Layout, target: Layout) -> float:
-    """Return the standard error of the difference between two predicted steps.
+    """Return the standard error of the difference between the predicted step times of two layouts.
 
     Only layers that are on the slowest stage of exactly one of the two layouts contribute.
     """

@@ -1,8 +1,8 @@
 """The balancer of a job: it times layers and members, and proposes or makes moves to faster layouts.
 
-Layers are timed in windows of some steps, which all members begin at the same step. At the end of a window each member
-sends its timings to the first member of the world. The first member merges them with the earlier windows into one
-profile, and decides. All members use its answer, including those that have just joined.
+Layers are timed in windows (a number of steps), which all members begin at the same step. At the end of a window each
+member sends its timings to the first member of the world. The first member merges them with the earlier windows into
+one profile, and decides. All members use its answer, including those that have just joined.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ class Balancer:
         has_stages = isinstance(engine.host.shaper, PipelineShaper)
         self._model = TimedStages(engine) if has_stages else TimedModel(engine)
         self._course = Course()
-        """The course, which is the same on all working members, so all of them request a switch at the same step."""
+        """The record of moves, which is the same on all working members, so that all of them request a switch at the
+        same step."""
         self._asked: tuple[WantedMove, PendingSwitch, Layout] | None = None
         """The move in progress: the wanted move, its switch, and the layout before it."""
         self._open: SwitchEvent | None = None
-        """The event of the move that has not been judged yet."""
+        """The event of the last move, until a window of timed steps has shown whether it paid off."""
         self._switches: list[tuple[int, float]] = []
         self._averaged: Averaged | None = None
         self._pause = Pause(ASSUMED_PAUSE_SECONDS, 0.0)
@@ -93,17 +94,17 @@ class Balancer:
         """The meter of experts, which counts from the first step after the last window; None without it."""
         self._steps, self._began = StepSeconds(), 0.0
         self._step_seconds = 0.0
-        """Seconds of a step on the slowest member at the last window; the same on all members."""
+        """Step time in seconds of the slowest member in the last window; the same on all members."""
         self._shared: Session | None = None
         """The session in which the last window's timings were exchanged."""
         self._left = self._opened = 0
-        """Number of steps left in the open window, and the step at which it was due."""
+        """Number of steps left in the current timing window, and the step at which this window was due."""
         self._at: tuple[str, int] = ("", 0)
         """The segment of training at the last step, and how often the set of trained parameters had changed by then."""
         self._settled = self._next = 0
-        """The first step that may be timed, and the step at which the next window is due."""
+        """The first step that may be timed, and the step at which the next timing window is due."""
         self._are_new = False
-        """Whether costs are already known to differ from those of the earlier windows."""
+        """Whether the costs of layers are already known to have changed since the earlier windows."""
         self._noted: tuple[str, int] = ("", 0)
         """The segment and micro-step of the last call of `note`, and the number of calls at that micro-step."""
         engine.switch_listeners.append(self._note_switch)
@@ -111,10 +112,11 @@ class Balancer:
     # ---- what a user calls -------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """Declare that costs have just changed. The next step is timed, and earlier measurements no longer count.
+        """Declare that the costs of layers have just changed. The next step is timed; earlier measurements no longer
+        count.
 
         Call this on every working member at the same step. If some members have not called it within half of
-        `timeout_seconds`, the others raise a ConfigError that names those members, which are already in the next step
+        `timeout_seconds`, the others raise a ConfigError that names those members: they are already in the next step
         and will no longer call it.
 
         text: a note for the log.
@@ -140,9 +142,9 @@ class Balancer:
             logger.info("balance: %s: layers are timed at the next step", text)
 
     def expect_new_costs(self) -> None:
-        """Time steps again once they have settled, because costs have just changed on all working members.
+        """Time steps again after a few more steps, because costs have just changed on all working members.
 
-        Unlike `note` this communicates nothing: all working members call it after the same step.
+        Unlike `note` this does not communicate: all working members call it after the same step.
         """
         self._are_new, self._timer = True, None
         self._settled = self._next = self._engine.global_steps + SETTLING
@@ -217,7 +219,9 @@ class Balancer:
     # ---- moves -------------------------------------------------------------------------------------------------------
 
     def _follow(self, course: Course) -> None:
-        """Continue with the course on which all members agreed at the end of a window."""
+        """Adopt the decisions on which all members agreed at the end of a timing window, and request the wanted move if
+        any.
+        """
         engine, self._course = self._engine, course
         logger.debug("balance: step %d: %s", engine.global_steps, course.why or "nothing was decided")
         if course.gain is not None and self._open is not None:
@@ -252,7 +256,9 @@ class Balancer:
             logger.info("balance: nothing moves for now: %s", reason)
 
     def _note_switch(self, event: SwitchEvent) -> None:
-        """Record a committed switch. If it is not the balancer's own move, the last move can no longer be judged."""
+        """Record a committed switch. If it is not the balancer's own, the gain of the last move can no longer be
+        measured.
+        """
         self._switches.append((event.bytes_sent, 1e-3 * event.pause_ms))
         if self._asked is None or event.generation != self._asked[1].generation:
             sizes = (len(side.members) for side in (event.target, event.source))
@@ -266,17 +272,19 @@ class Balancer:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def timed_step(self) -> AbstractContextManager[None]:
-        """Return a context manager for a whole step, used if a step is one call.
+        """Return a context manager that times a whole step if a timing window is open.
 
-        It times the step if a window is open.
+        Used by engines whose step is one call.
         """
         self._begin_step()
         return nullcontext() if self._timer is None else self._with_experts(self._timer.timing())
 
     def timed_pass(self, is_backward: bool) -> AbstractContextManager[None]:
-        """Return a context manager for a pass of training in a step that is several calls.
+        """Return a context manager that times a pass if a timing window is open.
 
-        It times the pass if a window is open.
+        Used by engines whose step is several calls.
+
+        is_backward: whether it is a backward pass.
         """
         engine = self._engine
         if not is_backward and engine.micro_steps % engine.accumulation == 0:
@@ -296,7 +304,9 @@ class Balancer:
         return dealt.rank(engine.place("data"))[engine.micro_steps % engine.accumulation].samples
 
     def timed_update(self) -> AbstractContextManager[None]:
-        """Return a context manager that times the optimizer's step if a window is open, and does nothing otherwise."""
+        """Return a context manager that times the optimizer's step if a timing window is open, and does nothing
+        otherwise.
+        """
         return nullcontext() if self._timer is None else self._timer.updating()
 
     def _begin_step(self) -> None:
@@ -316,9 +326,9 @@ class Balancer:
         self._began = time.monotonic()
 
     def finish_step(self) -> None:
-        """End the window if this step was its last one. Called after each step.
+        """End the timing window if this step was its last one. Called after each step.
 
-        Raises MemberMissing, naming the members, if others do not reach the end of a window.
+        Raises MemberMissing, naming the members, if others do not reach the end of the window.
         """
         engine = self._engine
         if self._asked is not None and (event := self._asked[1].event) is not None:
@@ -344,11 +354,11 @@ class Balancer:
         self._next = self._opened + self._interval()
 
     def _interval(self) -> int:
-        """Return the number of steps from the start of a window to the start of the next one.
+        """Return the number of steps from the start of a timing window to the start of the next one.
 
-        It is the same on all members, because they share one course. The next window comes soon if a move has not been
-        judged or the last window is in doubt. With `slow_ratio`, windows are frequent enough to notice a slow member in
-        time.
+        It is the same on all members, because they share one record of moves. The next window comes soon if the effect
+        of a move has not been measured yet, or if the last window needs confirmation. With `slow_ratio`, windows are
+        frequent enough to notice a slow member in time.
         """
         settings = self._settings
         limits = [settings.every_steps]
@@ -361,7 +371,7 @@ class Balancer:
         return max(settings.window_steps, min(limits))
 
     def _share(self, times: StageTimes, experts: Mapping[str, ExpertTimes]) -> Course:
-        """Collect the timings of all members, and return the course decided by the first member."""
+        """Collect the timings of all members, and return the record of moves with the first member's decision."""
         engine, steps = self._engine, self._engine.global_steps
         newest = self._steps.measured(self._steps_if_changed(steps))
         beside = tuple(getattr(times, name) for name in BESIDE)
@@ -388,10 +398,10 @@ class Balancer:
         return found.course
 
     def _steps_if_changed(self, step: int) -> int:
-        """Return how many of the newest steps were made at the new costs, if this window confirms a change of costs.
+        """Return how many of the newest steps ran at new costs, if this window confirms a change of costs.
 
-        These are the steps since the doubted window began. The step of the doubted window may be later than this one,
-        because loading a checkpoint may return to an earlier step.
+        These are the steps since the beginning of the window that first showed the change. That window's step may be
+        later than this one, because loading a checkpoint may return to an earlier step.
         """
         doubted = None if self._averaged is None else self._averaged.doubted
         return self._settings.window_steps + (0 if doubted is None else max(0, step - doubted.step))
@@ -453,11 +463,11 @@ class _Timed:
     """The message of one rank at the end of a window.
 
     rows: the timings of the rank's layers.
-    beside: the values of `profile.BESIDE`, times outside the layers.
-    waits: the result of `waiting`.
-    busy: see `StageTimes.busy_seconds`.
-    steps: seconds of a step, over all steps that the rank remembers.
-    newest: seconds of a step, over the steps with the new costs if costs have changed.
+    beside: the times outside the layers that `profile.BESIDE` names.
+    waits: the mean seconds that a micro-batch waits for a core, and their standard error; see `waiting`.
+    busy: the seconds for which the rank computed; see `StageTimes.busy_seconds`.
+    steps: step time in seconds, over all steps that the rank remembers.
+    newest: step time in seconds, over the steps with the new costs if costs have changed.
     """
 
     rows: Rows
@@ -499,11 +509,11 @@ class _Found:
 
     averaged: the mean over windows.
     pause: the model of a switch's pause.
-    course: the moves decided on.
-    step_seconds: seconds of a step on the slowest member.
+    course: the record of moves, including this decision.
+    step_seconds: step time of the slowest member, in seconds.
     has_changed: whether costs have changed since the previous window.
     busy: how long the ranks computed in the window.
-    saved_member_seconds: see `Balancer`; those that the first member has counted.
+    saved_member_seconds: the total time for which members were free; see `Balancer`.
     """
 
     averaged: Averaged

@@ -1,9 +1,9 @@
-"""A search for the layouts with the fewest predicted seconds per step that fit the members and their memory.
+"""A search for the layouts with the shortest predicted step that fit the members and their memory.
 
-The search tries every combination of pipeline stages, data ranks and ZeRO stage; other axes stay as they are. For each
+The search tries every combination of pipeline stages, data ranks and ZeRO stage; other axes keep their sizes. For each
 combination `partition` finds the boundaries. Without pipeline stages, slow members get smaller shares of the samples. A
-layout may leave members idle if that is faster. A layout is skipped if the lower bound of its passes already exceeds
-the best layouts found.
+layout may leave members idle if that is faster. A layout is skipped if a lower bound on its step time is already above
+the times of the best layouts found.
 
 All results, even the order of ties, depend only on the arguments, so all members get the same answer.
 """
@@ -26,7 +26,7 @@ from ds_dynatrain.space.layout import STAGES, Layout
 from ds_dynatrain.space.zero import group_size
 
 _ROUNDING = 1 - 1e-9
-"""Factor that keeps lower bounds just below the exact value.
+"""Factor slightly below 1 that keeps lower bounds below the exact value despite rounding.
 
 The same numbers summed in a different order differ in their last digits.
 """
@@ -48,9 +48,9 @@ class Members:
     are_placed: bool = False
 
     def working(self, count: int) -> tuple[int, ...]:
-        """Return the members, by rank, that work if `count` members work.
+        """Return the members that work if `count` members work, in the order of their ranks.
 
-        The fastest come first unless members are placed. Slow members then share a stage, which gets fewer layers.
+        The fastest come first unless `are_placed`. Slow members then share a stage, which gets fewer layers.
         """
         return self._order[:count]
 
@@ -100,9 +100,10 @@ class Search:
     at_most_slower: float | None = None
 
     def deal(self, profile: Profile, layout: Layout) -> Deal | None:
-        """Return a layout's deal (division of the samples); None if the layout cannot be trained.
+        """Return how a layout divides the samples over data ranks and micro-batches; None if the layout cannot be
+        trained.
 
-        A PipelineModule needs ZeRO stage 0 or 1, and if ranks share experts, the same number of micro-batches on each
+        A PipelineModule needs ZeRO stage 0 or 1 and, if ranks share experts, the same number of micro-batches on each
         of them. Other models have no stages.
         """
         number = self.micro_batches if self.accumulation is None else self.accumulation(layout)
@@ -122,9 +123,9 @@ class FittingLayout:
     deal: the division of the samples.
     members: the member at each rank; members not listed are idle.
     time: the predicted time of a step.
-    stage_bytes: the peak memory of a rank on each stage.
+    stage_bytes: the peak memory of a rank on each stage, in bytes.
     switch_seconds: seconds that the switch to this layout takes.
-    seconds: seconds of a step, including its share of the switch.
+    seconds: predicted step time in seconds, including the step's share of the switch.
     """
 
     layout: Layout
@@ -173,8 +174,8 @@ def choose(
 ) -> tuple[FittingLayout, ...]:
     """Return the layouts with the shortest predicted steps, best first.
 
-    If `search.at_most_slower` is given, the result begins with one more layout: the one with the fewest members whose
-    step exceeds the best one by at most that fraction.
+    If `search.at_most_slower` is given, the result begins with one more layout: the one with the fewest members among
+    those whose step exceeds the best one by at most that fraction.
 
     present: the layout before the switch. Its axes other than pipe and data are kept.
     refused: function that returns whether a switch would refuse a layout for reasons that `Search.deal` does not know.
@@ -259,7 +260,7 @@ class _Choosing:
         return tuple(found)
 
     def _least_seconds(self, pipe: int, data: int) -> float:
-        """Return a lower bound for the seconds of all passes of a step with this many stages and data ranks.
+        """Return a lower bound, in seconds, on all passes of a step with this many stages and data ranks.
 
         It is the larger of two times: all work spread over the fastest members, and the largest layer on the fastest
         member with the mean share of samples.
@@ -310,7 +311,7 @@ class _Choosing:
                     yield pipe, data
 
     def _candidates(self, pipe: int, data: int) -> Iterator[tuple[Layout, Deal]]:
-        """Yield the layouts that can be trained, without boundaries, each with its deal (division of the samples)."""
+        """Yield the layouts that can be trained, without boundaries, each with its division of the samples."""
         for zero_stage in self.search.zero_stages or STAGES:
             layout = self.present.replace(pipe=pipe, data=data, zero_stage=zero_stage, boundaries=None)
             even = layout.replace(shares=None)
@@ -322,7 +323,8 @@ class _Choosing:
             yield from ((each, deal) for each, deal in shared.items() if deal is not None)
 
     def _fair(self, layout: Layout, deal: Deal) -> tuple[int, ...]:
-        """Return shares with which all data indices finish at about the same time, if their stages have equal loads.
+        """Return the samples of each data index such that all finish at about the same time, if their stages have equal
+        loads.
 
         After its first micro-batch, a pipeline is as fast as its slowest stage.
         """
@@ -335,8 +337,10 @@ class _Choosing:
         return _samples(deal, counts)
 
     def _fitted(self, layout: Layout, deal: Deal) -> Iterator[FittingLayout]:
-        """Yield the layouts that fit, with the best boundaries. The current layout is also yielded with its current
-        boundaries, if these fit. They were chosen for other costs, so they may no longer fit.
+        """Yield the layouts that fit, with the best boundaries.
+
+        The current layout is also yielded with its current boundaries if these still fit. They may no longer fit,
+        because they were chosen for other costs.
         """
         found = {layout.replace(boundaries=cut): deal for cut in self._boundaries(layout, deal)}
         for each in [*found]:
@@ -357,10 +361,10 @@ class _Choosing:
             yield choice
 
     def _with_matched_shares(self, layout: Layout, deal: Deal) -> dict[Layout, Deal]:
-        """Return variants of a layout whose shares suit its boundaries: with these boundaries, and with new ones.
+        """Return variants of a layout whose shares of samples suit its boundaries: with these boundaries, and with new
+        ones.
 
-        Returns {} if the shares would stay the same, or unless there are several stages, several data ranks and members
-        of different speeds.
+        Returns {} if the shares would not change, or if there is only one stage, only one data rank or only one speed.
         """
         if not self._can_match_shares(layout):
             return {}

@@ -1,4 +1,4 @@
-"""The course of moves: at the end of each window the last move is judged, and the next one is decided on.
+"""The record of moves: at the end of each window the last move is judged, and the next one is decided on.
 
 A move is a switch to a layout that is predicted to be faster. A window is a number of timed steps. The decision depends
 only on numbers, so the first member of a world makes it, and all members adopt it.
@@ -31,12 +31,12 @@ from ds_dynatrain.space.layout import Layout
 ENOUGH_STEPS = 4
 """Number of measured steps required before a move, and again after it to judge it."""
 EXPLAINS = 0.5
-"""Smallest change of the layers' seconds that may explain a change of a step's seconds, as a fraction of the latter."""
+"""Smallest change of the layers' seconds, as a fraction of a step time's change, that may explain this change."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The seconds of both passes of each layer per sample, and their standard errors.
+    """The seconds that each layer's forward and backward passes take per sample, and their standard errors.
 
     They are kept per sample, because another layout may use micro-batches of another size.
 
@@ -57,16 +57,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class WantedMove:
-    """A move to be made now.
+    """A move (a switch to a layout that is predicted to be faster) that is to be made now.
 
     layout: the layout to move to.
     predicted_gain: the fraction of a step that the move is predicted to save.
     why: a description of the reason.
-    before: the measured step before the move.
+    before: the measured step time before the move.
     costs: the costs of the layers before the move.
     without: the ranks that leave.
-    back: whether this move takes the last one back.
-    at_work: see `Advice`.
+    back: whether this move reverts the last one.
+    at_work: the fraction of the working members that still work after the move; see `Advice`.
     at_most_slower: the fraction by which steps may become slower, because fewer members work.
     """
 
@@ -83,12 +83,12 @@ class WantedMove:
 
 @dataclass(frozen=True)
 class Course:
-    """The state of the course: the decisions made so far, and the next one. Its methods return a new state.
+    """The record of moves: the decisions made so far, and the next one. Its methods return a new record.
 
-    history: the memory of decisions.
+    history: the earlier decisions.
     slow: the members found slow.
-    slowdown: the time lost to them; None if none has been slow.
-    left: the layout before the move that has not been judged yet.
+    slowdown: the time lost to slow members; None if none has been slow.
+    left: the layout before the last move, until that move has been judged.
     costs: the costs of the layers in `left`.
     verdict: the last window's judgement of a move; None if it judged none.
     gain: the fraction by which that move made a step shorter; None if unknown.
@@ -115,11 +115,11 @@ class Course:
     why: str = ""
 
     def at(self, step: int, since: int, slow: Slow) -> Course:
-        """Return the course with the current knowledge of changed costs and slow members.
+        """Return the record with updated knowledge of changed costs and slow members.
 
         step: the current step. It may be earlier than that of the last window, if a checkpoint was loaded.
         since: the step at which costs changed.
-        slow: the slow members. A member that has recovered is taken to have recovered at the last window.
+        slow: the slow members. A member that is no longer slow is taken to have recovered at the last window.
         """
         history = self.history
         known = replace(history, step=min(history.step, step), since=min(history.since, step))
@@ -127,7 +127,9 @@ class Course:
         return replace(self, history=replace(known, since=begun, step=max(known.step, begun)), slow=slow)
 
     def without_decision(self, why: str) -> Course:
-        """Return the course with this description, but without a verdict, a wanted move or released nodes."""
+        """Return the record with this description of the decision, but no judgement of a move, wanted move or released
+        nodes.
+        """
         return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, releases=False, why=why)
 
     def after(
@@ -139,10 +141,13 @@ class Course:
         profile: Profile,
         advise: Callable[[Course], Advice],
     ) -> Course:
-        """Return the course after one more window.
+        """Return the record after one more window: judge the last move, and decide on the next one.
 
-        measured: the measured seconds of a step.
+        rules: the `balance` block of the configuration.
+        step: the current step.
+        measured: the measured step time.
         present: the current layout, with its boundaries.
+        profile: the profile measured so far.
         advise: function that returns the fastest layout, or raises LayoutError if nothing fits.
         """
         course, costs = self.without_decision(""), Costs.of(profile, self.slow)
@@ -177,11 +182,14 @@ class Course:
         return replace(course, wanted=wanted, why=advice.decision.why)
 
     def _drift(self, least: float, present: Layout, now: Costs) -> Drift:
-        """Return the drift of the layers that have stayed on their stage since the move; MIXED if a member became slow.
+        """Return how the costs of layers that stayed on their stage have changed since the move.
 
-        Layers that moved are left out: if they became slower, the move may be the reason.
+        Layers that moved are left out: if they became slower, the move may be the reason. The result is MIXED if a
+        member became slow.
 
         least: the fraction of the layers' total seconds that a change must exceed.
+        present: the current layout.
+        now: the current costs.
         """
         layers, then = len(now.seconds), self.costs
         if self.left is None or then is None or len(then.seconds) != layers or set(now.slow) - set(then.slow):
@@ -202,8 +210,9 @@ class Course:
         return replace(course, wanted=back, why=verdict.value)
 
     def moved(self, wanted: WantedMove, step: int, left: Layout, pause_seconds: float) -> Course:
-        """Return the course after the wanted move was made. A move that takes back another one is not judged.
+        """Return the record after the wanted move was made. A move that reverts another one is not judged.
 
+        step: the step of the move.
         left: the layout before the move.
         pause_seconds: the seconds for which training paused.
         """
@@ -223,10 +232,10 @@ class Course:
         return max(0, self.freed + before - after)
 
     def overtaken(self, step: int, after: int = 0, before: int = 0) -> Course:
-        """Return the course after a switch that the balancer did not request. The last move gets no verdict any more.
+        """Return the record after a switch that the balancer did not request. The last move is no longer judged.
 
-        Such a switch was requested by the script, or caused by a change of members. Members that it puts to work are no
-        longer free, and members that it takes out of the job do not count as freed by the balancer. Time lost is
+        Such a switch was requested by the script, or caused by a change of members. Members that it activates are no
+        longer free, and members that it removes from the job do not count as freed by the balancer. Time lost is
         counted anew from this step on.
 
         after: the number of members that work after the switch.
@@ -237,5 +246,5 @@ class Course:
         return replace(self, history=history, slowdown=None, left=None, costs=None, wanted=None, freed=freed, let_go=())
 
     def failed(self, step: int) -> Course:
-        """Return the course after the wanted move failed. Time lost is counted anew, so the next move has to wait."""
+        """Return the record after the wanted move failed. Time lost is counted anew, so the next move has to wait."""
         return replace(self, history=self.history.restarted(step), wanted=None)

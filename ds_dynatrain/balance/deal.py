@@ -1,14 +1,14 @@
-"""The samples of a global batch that each rank of a layout gets, and the rank's peak bytes, from a profile.
+"""The samples of a global batch that each rank of a layout gets, and the rank's peak bytes, computed from a profile.
 
-State is placed as in `space.zero`: stage 3 cuts weights, and stages 1 to 3 cut masters and moments. If weight and
-master are the same bytes (fp32), stages 0 and 3 hold them once. Gradients are held in the type of the weights, and are
-cut from stage 2 on. While the optimizer steps, gradients are also held in the type of the masters, cut like the
-masters. Activations are held for each micro-batch in flight. All numbers except the gathered weights of stage 3 are
-sums over layers, so the partition can respect them.
+State is partitioned as in `space.zero`: stage 3 partitions weights, and stages 1 to 3 masters and moments. If weight
+and master are the same bytes (fp32), stages 0 and 3 hold them once. Gradients have the dtype of the weights, and are
+partitioned from stage 2 on. During the optimizer step, gradients are also held in the dtype of the masters, and
+partitioned like them. Activations are held for each micro-batch in flight. All numbers except the gathered weights of
+stage 3 are sums over layers, so `partition` can take them into account.
 
 A profile describes layers, not tensors. A layer's bytes count in full at each index of the tensor and expert axes,
-which is too much if these axes cut the layer. The buffers of DeepSpeed's reductions and the allocator's losses are not
-included.
+which is too much if these axes partition the layer. The buffers of DeepSpeed's reductions and the allocator's losses
+are not included.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Deal:
     def of(
         cls, profile: Profile, layout: Layout, micro_batches: int | None = None, pipeline: bool | None = None
     ) -> Deal:
-        """Return the deal (division of the samples) of a layout.
+        """Return how a layout divides the samples of a global batch over data ranks and micro-batches.
 
         micro_batches: the number of micro-batches; None for micro-batches as large as the timed ones.
-        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`). By
-            default, the model is assumed to be one if there are several stages.
+        pipeline: whether the model is a PipelineModule, whose micro-batches have one size (`space.columns`). None
+            assumes that it is one if there are several stages.
 
         Raises LayoutError if the shares do not add up to all samples, or if no size gives this number of micro-batches.
         """
@@ -131,7 +131,7 @@ def peak_bytes(profile: Profile, layout: Layout, deal: Deal) -> tuple[int, ...]:
 
 
 def taken_bytes(profile: Profile, layout: Layout, deal: Deal) -> Ints:
-    """Return [stages, layers]: the bytes that each layer takes on a rank of each stage."""
+    """Return [stages, layers]: the bytes that each layer would take on a rank of each stage."""
     stages = range(layout.pipe)
     flights = np.array([in_flight(layout.pipe, deal.micro_batches, stage) for stage in stages])
     one = profile.counts("activation_bytes") * (deal.size / profile.micro_batch_size)
@@ -151,9 +151,9 @@ def gathered_bytes(profile: Profile, layout: Layout) -> int:
 
 
 def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
-    """Return the boundaries of a layout. A single stage holds all layers.
+    """Return the first layer of each stage of a layout, followed by the number of layers.
 
-    Raises LayoutError if boundaries are missing or do not fit the layers.
+    Raises LayoutError if a layout with several stages has no boundaries, or if they do not fit the layers.
     """
     layers = len(profile.layers)
     cut = layout.boundaries or ((0, layers) if layout.pipe == 1 else ())
@@ -163,9 +163,9 @@ def cut_of(profile: Profile, layout: Layout) -> tuple[int, ...]:
 
 
 def in_flight(stages: int, micro_batches: int, stage: int) -> int:
-    """Return the largest number of micro-batches for which a stage holds activations.
+    """Return the largest number of micro-batches for which a stage holds activations at the same time.
 
-    These are the micro-batches that the stage has passed forward but not yet backward.
+    Activations are held from a micro-batch's forward pass to its backward pass.
     """
     return min(stages - stage, micro_batches)
 

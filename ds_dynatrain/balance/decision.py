@@ -1,9 +1,9 @@
-"""Decisions on moves: a table of rules for predicted gains, and the judgement of a move by the window after it.
+"""Decisions on moves to faster layouts: rules for predicted gains, and the judgement of a move by later measurements.
 
-A move is made if its gain is large enough and is not noise, and if the time that the present layout has lost so far has
+A move is made if its gain is large enough and is not noise, and if the time that the current layout has lost so far has
 reached the cost of the move there and back. This is a ski-rental rule, which needs no forecast. A move that made steps
-slower is taken back, and later predictions count for half as much. The functions here only compute an answer, and the
-numbers behind it, from numbers: they do not measure, move or wait.
+slower is reverted, and later predictions count for half as much. The functions here are pure arithmetic: they do not
+measure, move or wait.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ Two would be enough for a single test, but every window is a test at every stage
 with 10 % of noise, and with moves that cost nothing, one run made a move with two standard errors, and none with three.
 """
 CERTAIN = 4.0
-"""Number of standard errors by which a layer or member must differ to count as changed.
+"""Number of standard errors by which the time of a layer or the speed of a member must differ to count as changed.
 
 It is higher than `ERRORS`, because each layer and member is tested in every window.
 """
 REMEMBERED = 9
-"""Most rivals that a `DecisionHistory` keeps."""
+"""Maximum number of rival layouts (those that would have been faster) that a `DecisionHistory` keeps."""
 LEAST_FACTOR = 0.1
-"""Lower limit of `DecisionHistory.factor` after a move that was kept. It leaves room for a large gain after none."""
+"""Lower limit of `DecisionHistory.factor` after a move that was kept. Thus a large predicted gain can still lead to a
+move."""
 
 
 class Answer(Enum):
-    """The possible answers to whether a move is made. The first one that applies, in this order, is the answer."""
+    """The possible answers to whether a move is made. The answer is the first one, in this order, that applies."""
 
     OPEN = "the last move is not judged yet"
     SMALL = "too little to gain"
@@ -48,7 +49,7 @@ class Answer(Enum):
 
 
 class MoveVerdict(Enum):
-    """The judgement of a move by the first window after it."""
+    """The judgement of a move by the measurements in the first window after it."""
 
     KEPT = "it gained at least half of what was predicted"
     LESS = "it gained less than half of that: predictions count for as much less"
@@ -57,7 +58,7 @@ class MoveVerdict(Enum):
 
 
 class Drift(Enum):
-    """The change of layers' seconds since a move, over the layers that stayed on their stage."""
+    """The change of the layers' times since a move, over the layers that stayed on their stage."""
 
     SAME = "as long as before"
     LONGER = "longer"
@@ -70,10 +71,10 @@ SPEAKING = {
     MoveVerdict.LESS: (Drift.SAME,),
     MoveVerdict.BACK: (Drift.SAME, Drift.SHORTER),
 }
-"""The drifts that allow each verdict.
+"""For each judgement of a move, the changes of layer times that do not cast doubt on it.
 
 Slower layers may explain why steps did not become faster, but not why they did. Layers often take longer once stages
-that used to wait compute side by side, because these stages share caches and memory.
+that used to wait compute at the same time, because these stages share caches and memory.
 """
 
 
@@ -82,9 +83,10 @@ class PastMove:
     """A move that was made.
 
     predicted_gain: the fraction of a step that the move was predicted to save.
-    before_seconds: the measured seconds of a step before the move.
+    before_seconds: the measured step time before the move.
     before_error: the standard error of `before_seconds`.
-    at_work: the fraction of the members that still work after the move; `predicted_gain` counts the time of all.
+    at_work: the fraction of the members that still work after the move; `predicted_gain` is in terms of the time of all
+        members.
     at_most_slower: the fraction by which steps were allowed to become slower.
     """
 
@@ -95,9 +97,9 @@ class PastMove:
     at_most_slower: float = 0.0
 
     def slower_from(self, error: float) -> float:
-        """Return the seconds above which a step is slower than before the move by more than noise.
+        """Return the step time, in seconds, above which steps are slower than before the move by more than noise.
 
-        error: the standard error of a step's seconds after the move.
+        error: the standard error of the step time after the move.
         """
         return self.before_seconds * (1 + self.at_most_slower) + ERRORS * math.hypot(error, self.before_error)
 
@@ -120,10 +122,10 @@ class BalanceDecision:
 
 @dataclass(frozen=True)
 class BetterLayout:
-    """A layout that was predicted to be better than the present one at some time.
+    """A layout that was at some time predicted to be better than the one in use (a rival).
 
     without: the ranks that this layout leaves out.
-    lost_seconds: the time lost so far by not using this layout. It falls, down to 0, while the present layout is the
+    lost_seconds: the time lost so far by not using this layout. It falls, at most to 0, while the layout in use is the
         better one.
     """
 
@@ -132,7 +134,11 @@ class BetterLayout:
     lost_seconds: float = 0.0
 
     def after(self, steps: int, saved_seconds: float) -> BetterLayout:
-        """Return this layout after more steps, in each of which it would have saved this many seconds."""
+        """Return this layout with the time lost updated after more steps.
+
+        steps: the number of steps.
+        saved_seconds: the seconds that the layout would have saved in each step.
+        """
         return dataclasses.replace(self, lost_seconds=max(0.0, self.lost_seconds + max(0, steps) * saved_seconds))
 
 
@@ -143,9 +149,10 @@ class DecisionHistory:
     step: the step up to which time lost is counted.
     since: the step of the last change of costs or slow members, or of the last move that was made or failed.
     factor: the factor by which predicted gains are multiplied: measured gain ÷ predicted gain of the last move if that
-        was below a half, otherwise 1; halved by each move that was taken back.
+        was below a half, otherwise 1; halved by each move that was reverted.
     open: the last move, if it has not been judged yet.
-    rivals: the layouts against which time lost is counted, including those that moves have left.
+    rivals: the layouts that would have been faster, with the time lost against each, including those that moves have
+        left.
     """
 
     step: int = 0
@@ -157,11 +164,15 @@ class DecisionHistory:
     def rivals_at(
         self, step: int, proposed: BetterLayout, saved: Callable[[BetterLayout], float], drifts: bool = False
     ) -> tuple[BetterLayout, ...]:
-        """Return the rivals at this step, the proposed one last. Time lost against a new rival counts from `since` on.
+        """Return the rivals (layouts that would have been faster) at this step, the proposed one last.
 
-        drifts: whether the proposed layout is better because of costs that drift all the time, so a new one counts from
-            the last window on.
-        saved: function that returns the seconds by which a step of a rival would be shorter now.
+        Time lost against a new rival counts from `since` on.
+
+        step: the current step.
+        proposed: the layout that is proposed now.
+        drifts: whether the proposed layout is better because of costs that drift all the time; time lost against it
+            then counts only from the last window on.
+        saved: function that returns by how many seconds the step of a rival would now be shorter.
         """
         known = {(each.layout, each.without): each for each in self.rivals}
         new = proposed if drifts else proposed.after(self.step - self.since, saved(proposed))
@@ -240,15 +251,16 @@ def decide(
 def judge(
     history: DecisionHistory, move: PastMove, seconds: float, error: float, drift: Drift = Drift.SAME
 ) -> tuple[MoveVerdict, DecisionHistory]:
-    """Return the verdict of the first window after a move, and the resulting history.
+    """Judge a move by the first window after it. Returns (verdict, new history).
 
+    history: the record of decisions before the verdict.
     move: the move to judge.
-    seconds: the seconds of a step measured in that window.
+    seconds: the step time measured in that window.
     error: the standard error of `seconds`.
-    drift: the change of the layers and members that the move did not touch. If it may explain why steps changed, the
-        verdict is UNKNOWN; see `SPEAKING`.
+    drift: the change of the layers and members that the move did not touch. If it may explain why step times changed,
+        the verdict is UNKNOWN; see `SPEAKING`.
 
-    If the verdict is BACK, the caller takes the move back. Taking it back is not judged by any window.
+    If the verdict is BACK, the caller reverts the move. The reverting move is not judged.
     """
     closed = dataclasses.replace(history, open=None)
     share = (1 - move.at_work * seconds / move.before_seconds) / move.predicted_gain
@@ -262,7 +274,7 @@ def judge(
 
 
 RECENT = 16
-"""Number of newest switches that count. During older ones, other programs may have run on the machine."""
+"""Number of newest switches that count. During older ones, other programs may have been running on the machine."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +289,7 @@ class Pause:
         return self.fixed_seconds + self.seconds_per_byte * nbytes
 
     def fitted(self, made: Sequence[tuple[int, float]]) -> Pause:
-        """Return this model, corrected by the switches that were made.
+        """Return this model, corrected by the switches made so far.
 
         made: (bytes moved, seconds) for each switch, the newest last.
 

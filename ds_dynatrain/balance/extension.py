@@ -30,7 +30,11 @@ from ds_dynatrain.space import Layout
 def suggest(
     engine: EngineParts, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
 ) -> tuple[FittingLayout, ...]:
-    """Return the answer of `engine.suggest`, with the same arguments. Also works for jobs without a `balance` block."""
+    """Return the layouts with the shortest predicted steps, as `engine.suggest` does. Jobs need no `balance` block for
+    it.
+
+    Arguments are those of `engine.suggest`.
+    """
     own = engine.extension("balance")
     if profile is not None:
         known = profile_for(engine, profile)
@@ -50,7 +54,7 @@ def suggest(
 
 
 def profile_for(engine: EngineCore, profile: Profile | str | Path) -> Profile:
-    """Return the profile. If a file is given, the profile is read from it.
+    """Return a profile that fits this job; a path is read first.
 
     The profile's micro-batches may differ in size from the job's: seconds are scaled by the number of samples. Raises
     ProfileError unless the profile has this job's global batch size and number of layers.
@@ -172,7 +176,7 @@ class Balance(Extension):
         return self._described
 
     def attach(self, engine: Any) -> None:
-        """Read the configured profile now, because its file may be gone later, and start measuring."""
+        """Read the configured profile now, because its file may later disappear, and start measuring."""
         super().attach(engine)
         parts: EngineParts = engine._parts
         if self._settings.profile is not None:
@@ -235,11 +239,11 @@ class Balance(Extension):
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def around_forward(self) -> AbstractContextManager[None]:
-        """Return a context manager that times a forward pass of training if its step is in a window."""
+        """Return a context manager that times a forward pass of training if a timing window is open."""
         return self._around_pass(is_backward=False)
 
     def around_backward(self) -> AbstractContextManager[None]:
-        """Return a context manager that times a backward pass if its step is in a window."""
+        """Return a context manager that times a backward pass if a timing window is open."""
         return self._around_pass(is_backward=True)
 
     def _around_pass(self, is_backward: bool) -> AbstractContextManager[None]:
@@ -248,15 +252,15 @@ class Balance(Extension):
         return self.balancer.timed_pass(is_backward)
 
     def around_batch(self) -> AbstractContextManager[None]:
-        """Return a context manager that times the layers of a stage if the step is in a window."""
+        """Return a context manager that times the layers of a stage if a timing window is open."""
         return nullcontext() if self.balancer is None else self.balancer.timed_step()
 
     def around_update(self) -> AbstractContextManager[None]:
-        """Return a context manager that times the optimizer's step if a window is open."""
+        """Return a context manager that times the optimizer's step if a timing window is open."""
         return nullcontext() if self.balancer is None else self.balancer.timed_update()
 
     def saved_member_seconds(self) -> float:
-        """Return the sum of the times for which members were free; see `Balancer`."""
+        """Return the total time for which the balancer's moves have kept members free, summed over members."""
         return 0.0 if self.balancer is None else self.balancer.saved_member_seconds
 
     def after_step(self) -> None:

@@ -26,7 +26,7 @@ PLENTY = 2**62
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The layers to be cut, and the stages that are to hold them.
+    """The layers to be divided, and the stages that are to hold them.
 
     names: the name of each layer.
     seconds: [stages, layers], the seconds of each layer on each stage, not negative.
@@ -62,9 +62,11 @@ class Problem:
         moved: npt.ArrayLike = 1,
         names: Sequence[str] = (),
     ) -> Problem:
-        """Return the problem for values that broadcast to its arrays: speeds and room by stage, all others by layer.
+        """Return the problem for values that are broadcast to its arrays: speeds and room by stage, all others by
+        layer.
 
         speeds: the speed of each stage, by which the seconds of a layer are divided.
+        room: the bytes that each stage can hold.
         """
         layers = len(np.asarray(seconds))
         pace = np.broadcast_to(np.asarray(speeds, dtype=np.float64), stages)
@@ -142,7 +144,7 @@ def _cheapest(problem: Problem, limit: float, present: Sequence[int] | None) -> 
     """Return the boundaries that move the fewest bytes, among those with no stage above `limit` seconds.
 
     A tie goes to the smallest sum of squared seconds. The dynamic program is that of `_optimum`, with pairs (bytes
-    moved, squared seconds) in place of seconds.
+    moved, squared seconds) instead of seconds.
     """
     stays = np.full(problem.layers, -1) if present is None else np.repeat(np.arange(len(present) - 1), np.diff(present))
     bytes_to, squares_to = np.zeros(1, dtype=np.int64), np.zeros(1)
@@ -188,9 +190,11 @@ def _sums(values: Floats | Ints) -> Any:
 
 
 def _infeasible(problem: Problem, stage: int, least: Floats) -> LayoutError:
-    """Return the error that says why no cut fits: the stages before `stage` can be filled, but this one cannot.
+    """Return the error that says why no boundaries fit: stages before `stage` can be filled, but this one cannot.
 
     If `stage` is the number of stages, all of them can be filled, but layers are left over.
+
+    least: the smallest bottleneck found for each number of layers on the earlier stages.
     """
     small = problem.taken.min(axis=0)
     worst = int((small - problem.room.max()).argmax())

@@ -188,7 +188,7 @@ def _stages(advice: Prediction, each: FittingLayout) -> Iterator[tuple[str, ...]
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return the rows as lines of aligned columns. Lines may have any width, because programs may read them too."""
+    """Return the rows as lines of aligned columns. The lines are not wrapped, because programs may read them too."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

@@ -24,7 +24,7 @@ SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds")
 ERRORS = ("forward_error", "backward_error", "optimizer_error")
 BYTES = ("activation_bytes", "output_bytes")
 BESIDE = ("load_seconds", "message_seconds", "beside_seconds")
-"""Fields of `Profile` that hold times of a pipeline outside its layers."""
+"""Fields of `Profile` with the times that a pipeline spends outside its layers."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -95,7 +95,7 @@ class LayerCost:
 
     @property
     def total_bytes(self) -> int:
-        """Total bytes of all state kinds, an upper bound of what is sent if the layer moves."""
+        """Total bytes of all state kinds, an upper bound on what is sent if the layer moves."""
         return sum(self.kind_bytes.values())
 
 

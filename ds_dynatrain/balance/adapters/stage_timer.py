@@ -50,11 +50,11 @@ class StageTimer(Timer):
         super().__init__(optimizer, len(self._module.forward_funcs))
         self._is_backward = False
         self._hooked: Sequence[torch.Tensor] = ()
-        """The input tensors of the last layer called."""
+        """The input tensors of the layer that was called last."""
         self._output_bytes, self._kept_bytes = [0] * self._layers, [0] * self._layers
         self._kept: set[int] = set()
         self._wholes, self._loads, self._messages = list[float](), list[float](), list[float]()
-        """The thread's seconds: in each step, in loading each micro-batch, and in each message."""
+        """Seconds of this rank's thread: for each step, for loading each micro-batch, and for each message."""
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ class StageTimer(Timer):
 
 
 def _adding(run: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
-    """Wrap one of DeepSpeed's instructions so that the thread's seconds in each call are appended to `seconds`."""
+    """Wrap one of DeepSpeed's instructions so that each call appends its seconds in this thread to `seconds`."""
 
     def timed(engine: Any, **given: Any) -> None:
         begin = time.thread_time()

@@ -69,7 +69,7 @@ class StageTimes:
 
 
 def now() -> Any:
-    """Return the current time by this thread's clock, or an event on the device's stream."""
+    """Return the current time of this thread's CPU clock or, on an accelerator, an event on the current stream."""
     if not is_accelerated():
         return time.thread_time()
     event = get_accelerator().Event(enable_timing=True)
@@ -101,7 +101,7 @@ def waited() -> float:
 
 
 class Timer:
-    """Base class of the timers, which time this rank's layers in the steps of a window.
+    """Base class of the timers, which time this rank's layers during a window (a number of timed steps).
 
     optimizer: the optimizer inside ZeRO's optimizer, which steps the elements.
     layers: the number of layers.
@@ -161,13 +161,14 @@ class Timer:
             self._marks = None
 
     def _at(self, layer: int, _: Any = None) -> None:
-        """Attribute time to this layer from now on."""
+        """Attribute time to the layer with this number from now on."""
         if self._marks is not None:
             self._marks.append((layer, now()))
 
     def _seconds(self, passes: list[tuple[list[Mark], float, float]]) -> npt.NDArray[np.float64]:
-        """Return [passes, layers]: the seconds, scaled to a whole micro-batch. Passes without samples of this rank are
-        left out.
+        """Return [passes, layers]: the seconds of each layer, scaled to a whole micro-batch.
+
+        Passes in which this rank has no samples are left out.
         """
         counted = [(marks, share) for marks, share, _ in passes if share]
         found = np.zeros((len(counted), self._layers))
