@@ -1,11 +1,11 @@
 """Streams: data sets without an index, of which every rank reads all samples and trains its own.
 
-The number of a sample is its place in the stream, so a position in a stream is counted in global batches, as in any
-other order, and no sample depends on the world. A rank reads the samples of a global batch when that batch begins, in
-its own process or from one worker process, which reads ahead. A member that joins and a job that resumes read the
-stream from its start up to their position, and compare the global batch before it with a hash that is part of the
-position. States that streams offer themselves are not used: that of `datasets` leaves out the samples in a shuffle
-buffer, so these would never be trained.
+Samples are numbered in the order of the stream, so a position in a stream is counted in global batches, as in any other
+order, and no sample depends on the world. A rank reads the samples of a global batch when that batch begins, in its own
+process or from one worker process, which reads ahead. A joining member or a resumed job reads the stream from its start
+up to the position, and compares the last global batch before the position with a hash that is part of the position. The
+states that streams themselves offer are not used: that of `datasets` leaves out the samples in a shuffle buffer, which
+would then never be trained.
 """
 
 from __future__ import annotations
