@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: starting it, and detaching and attaching its parts in a live switch. Start with `host`.
+"""Adapters to DeepSpeed's engine: they start it, and detach and reattach its parts in a live switch.
 
-Imports all other adapters.
+Begin reading at `host`. This package may import all other adapters.
 """

@@ -54,15 +54,17 @@ class CurriculumOrder(EpochOrder):
 
     @property
     def steps(self) -> int:
-        """Number of global batches in one pass: the batches of all `num_epochs` plus one, as counted by DeepSpeed."""
+        """Number of global batches in one pass over the data: as in DeepSpeed, those of all `num_epochs` plus one."""
         return self.length * int(self.block["data_sampling"]["num_epochs"]) // self.train_batch_size + 1
 
     def __len__(self) -> int:
-        """Return the number of samples in one pass."""
+        """Return the number of samples in one pass over the data."""
         return self.steps * self.train_batch_size
 
     def samples(self, step: int) -> int:
-        """Return the number of samples in global batch `step`. Raises DataError if a pass has no such step."""
+        """Return the number of samples in global batch `step`. Raises DataError if a pass over the data has fewer
+        batches.
+        """
         if not 0 <= step < self.steps:
             raise DataError(
                 f"step {step} is outside a pass of {self.steps} global batches; load a position of 0 to "
@@ -76,8 +78,9 @@ class CurriculumOrder(EpochOrder):
             yield self._draw(epoch * self.steps + number)[0]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the difficulties and counts at the time when global batch `step` was fetched, keyed by DeepSpeed's
-        names."""
+        """Return DeepSpeed's difficulties and counts at the time when global batch `step` was drawn, keyed by its
+        names.
+        """
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:
@@ -109,8 +112,11 @@ class CurriculumOrder(EpochOrder):
         return self._kept[number]
 
     def _start(self) -> None:
-        """Start a new sampler, with the arguments that rank 0 has in a world of one, and with an empty folder for its
-        clusters."""
+        """Start DeepSpeed's sampler anew.
+
+        The sampler gets the arguments that rank 0 has in a world of one rank, and an empty folder for its clusters
+        (lists of samples by difficulty).
+        """
         block = copy.deepcopy(self.block)
         curriculum = block["data_sampling"]["curriculum_learning"]
         above = Path(curriculum["data_cluster_path"])

@@ -52,8 +52,7 @@ _ASKED = "_dynatrain_asked"
 
 
 class GatherWatch:
-    """A watch on open `GatheredParameters` blocks, at any ZeRO stage, that contain at least one of an engine's
-    parameters.
+    """A watch on the open `GatheredParameters` blocks that contain a parameter of an engine, in any ZeRO stage.
 
     open: ids of the open blocks.
     """
@@ -73,7 +72,9 @@ class GatherWatch:
 
         @functools.wraps(init)
         def note(block: Any, params: Any, *arguments: Any, **named: Any) -> None:
-            """Record which parameters a block asks for. Below stage 3, DeepSpeed ignores such a block."""
+            """Record which parameters a `GatheredParameters` block asks for. Below stage 3, DeepSpeed ignores such a
+            block.
+            """
             listed = [*params] if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
             init(block, listed, *arguments, **named)
             asked = arguments[2] if len(arguments) > 2 else named.get("enabled", True)
@@ -97,8 +98,7 @@ class GatherWatch:
         cls._wrapped.enter_context(own)
 
     def stop(self) -> None:
-        """Stop watching, and restore DeepSpeed's own methods unless another engine still watches. A second call does
-        nothing."""
+        """Stop watching, and restore DeepSpeed's methods unless another engine still watches. May be called twice."""
         self.open.clear()
         self._all.discard(self)
         if not self._all:
@@ -135,9 +135,12 @@ class GradientWatch:
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """State of a host before a reshape, from which `undo_reshape` restores the host.
+    """State of a host before a reshape of its module, from which `undo_reshape` restores it.
 
-    names: the map from each parameter to its name.
+    shape: the sizes of the axes, and this member's index on each, before the reshape.
+    children: the module's children before the reshape.
+    model: the map from parameters to logical tensors before the reshape.
+    names: a map from each parameter to its name before the reshape.
     """
 
     shape: Shape
@@ -148,9 +151,10 @@ class Replaced:
 
 @dataclass(eq=False)
 class Host:
-    """State that this package keeps beside DeepSpeed's engine, and the operations on that engine.
+    """State that this package keeps alongside DeepSpeed's engine, and the operations on that engine.
 
-    A leaf is a micro-batch that holds the same samples in every world.
+    A leaf is a micro-batch that holds the same samples in every world. A window here is the accumulation window: the
+    micro-batches of one optimizer step.
 
     engine: DeepSpeed's engine (`host_engine.HostEngine`).
     layout: the layout that is attached to the module, or the last one that was.
@@ -163,9 +167,9 @@ class Host:
     slot_weight: weight of the loss of the last micro-batch assigned.
     slot_is_borrowed: whether the last micro-batch repeats another rank's sample.
     loss_is_divided: whether the loss of the last micro-batch needs no weight.
-    window_tokens: number of tokens in the open accumulation window on this rank; None if no counts were given.
+    window_tokens: number of tokens in the open window on this rank; None if no counts were given.
     without_gradient: names of the trainable parameters that got no gradient on this rank in the last window.
-    is_weighted: whether the loss of the running backward pass is already weighted, so that its gradients must not be.
+    is_weighted: whether the loss of the current backward pass is already weighted, so that its gradients must not be.
     is_own_optimizer: whether DeepSpeed builds the optimizer from the configuration.
     in_leaves: whether micro-batches are leaves.
     micro_step: the current assignment of leaves to ranks; None between two global batches.
@@ -203,7 +207,7 @@ class Host:
 
     @property
     def module(self) -> nn.Module:
-        """The model on this rank."""
+        """The module that DeepSpeed's engine trains, as it is on this rank."""
         module: nn.Module = self.engine.module
         return module
 
@@ -220,7 +224,10 @@ class Host:
     # ---- parameters and state ----------------------------------------------------------------------------------------
 
     def look(self, basic: torch.optim.Optimizer) -> None:
-        """Record the parameters and optimizer groups with which the engine is built, before ZeRO replaces them."""
+        """Record the engine's parameters and optimizer groups before ZeRO replaces them.
+
+        basic: the torch optimizer with which the engine is built.
+        """
         self.model_map = ModelMap.of(self.module, [group["params"] for group in basic.param_groups])
         self.gradients = GradientWatch(self.model_map)
         self.gathers = GatherWatch(self.model_map.parameters)
@@ -257,7 +264,7 @@ class Host:
         return compiled_in_place(self.module)
 
     def scaling_state(self) -> scaler.State:
-        """Return the loss scale and its related fields, including fields that the current optimizer does not have."""
+        """Return all fields of the loss scale, including those that the current optimizer does not have."""
         places = scaler.places(self.optimizer).items()
         held = {key: scaler.plain(getattr(*place)) for key, place in places if key in self._scaling}
         return {**self._scaling, **held}
@@ -276,7 +283,7 @@ class Host:
         self._pass_grad_norm_on()
 
     def _pass_grad_norm_on(self) -> None:
-        """Copy the gradient norm of the last step to a new optimizer, if the optimizer reports norms."""
+        """Give a new optimizer the gradient norm of the last step, if optimizers of its kind report norms."""
         if hasattr(self.optimizer, "_global_grad_norm") and self.engine._global_grad_norm is not None:
             self.optimizer._global_grad_norm = self.engine._global_grad_norm
 
@@ -293,7 +300,7 @@ class Host:
         return {kind: Memory(types.of(kind), place_of(config, kind, layout.zero_stage)) for kind in kinds}
 
     def state_buffers(self) -> tuple[Buffers, Scalars]:
-        """Return this rank's live flat buffers, and the optimizer's scalars.
+        """Return this rank's current flat buffers, and the optimizer's scalars.
 
         First waits until an accelerator has finished all work queued on every stream.
         """
@@ -318,10 +325,11 @@ class Host:
             old.__dict__.clear()  # free its memory, which reference cycles hold
 
     def make_children(self, layout: Layout, rank: int) -> Made | None:
-        """Build the children that `reshape` will need ahead of time, and return them; None if the children will not
-        change.
+        """Build ahead of time the children that `reshape` will give the module. Returns None if they stay the same.
 
-        May run in any thread.
+        May be called in any thread.
+
+        layout, rank: the layout after the switch, and this member's rank in it.
         """
         return None if Shape.of(layout, rank) == self.shape else self.shaper.make(layout, rank)
 
@@ -330,7 +338,7 @@ class Host:
     ) -> Replaced | None:
         """Give the module the children of `rank` under `layout`.
 
-        Return what `undo_reshape` needs; None if nothing changed.
+        Returns what `undo_reshape` needs, or None if nothing changed.
 
         The world of `layout` must be installed, and no optimizer may be attached.
 
@@ -355,13 +363,16 @@ class Host:
         return before
 
     def undo_reshape(self, before: Replaced) -> None:
-        """Restore what `reshape` replaced. No optimizer may be attached."""
+        """Restore the module's children, parameters and names that `reshape` replaced. No optimizer may be attached."""
         before.children.put_back(self.module)
         self._take(before.shape, before.model)
         self.engine.param_names = before.names
 
     def _take(self, shape: Shape, model: ModelMap) -> None:
-        """Use the parameters of this model map from now on, in the basic optimizer as well."""
+        """Use the parameters of `model` from now on, also in the basic optimizer.
+
+        shape: the sizes of the axes, and this member's index on each, for which the parameters are.
+        """
         self.shape = shape
         self.engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.gathers.stop()
@@ -369,8 +380,7 @@ class Host:
         self.adopt(model, self.basic_optimizer.param_groups)
 
     def let_module_go(self) -> None:
-        """Remove from the module and from torch what DeepSpeed and this object have set there. The engine itself is
-        kept."""
+        """Undo what DeepSpeed and this object have set on the module and in torch. The engine itself is kept."""
         self.gradients.stop()
         self.gathers.stop()
         forget(self.module)
@@ -382,8 +392,9 @@ class Host:
                 forget_traces()
 
     def leave_world(self) -> None:
-        """Release the world's data and process groups on a member that becomes idle. It keeps the names and objects
-        that an idle member needs."""
+        """Release the world's data and process groups on a member that becomes idle, but keep the names and objects it
+        needs.
+        """
         self.leave_shape()
         self.engine.data_parallel_group = self.engine.seq_data_parallel_group = None
         self.engine.global_rank = -1
@@ -391,11 +402,14 @@ class Host:
         self.model_map.drop_data()
 
     def attach(self, layout: Layout, world: World, config: Settings, buffers: Buffers, scalars: Scalars) -> None:
-        """Build a ZeRO optimizer of `layout` on the module, with `buffers` as its memory.
+        """Build the ZeRO optimizer for `layout` on the module, with `buffers` as its memory.
 
         Sends no message and allocates no memory. `world` must be installed, and the old layout must be detached. An
         optimizer that accumulates gradients or offloads keeps the zero-filled tensors that it makes, because they are
         its gradient buffers.
+
+        config: DeepSpeed's configuration for this layout.
+        scalars: the values of the optimizer's scalars, such as step counts.
         """
         self._enter_world(world, layout, config)
         engine, basic, model = self.engine, self.basic_optimizer, self.model_map
@@ -438,7 +452,7 @@ class Host:
         self.shaper.enter(engine, layout)
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of an open accumulation window, wherever the current optimizer keeps them."""
+        """Drop the gradients accumulated since the last optimizer step, wherever the current optimizer keeps them."""
         for parameter in self.model_map.parameters:
             parameter.grad = None
         self.optimizer.zero_grad()
@@ -448,16 +462,18 @@ class Host:
         """Adapt an optimizer that DeepSpeed has just built, before its first step. A hook for subclasses."""
 
     def break_off(self) -> None:
-        """Clean up after an error has ended a DeepSpeed call: stop the timers that are running, because a running timer
-        cannot be started again."""
+        """Clean up after an error has ended a DeepSpeed call.
+
+        Stops the timers that are running, because a running timer cannot be started again.
+        """
         for timer in self.engine.timers.get_timers().values():
             if timer.started_:
                 timer.stop()
 
     def adopt(self, model: ModelMap, groups: list[dict[str, Any]]) -> None:
-        """Use other parameters and optimizer groups from now on. No optimizer may be attached.
+        """Use the parameters of `model` and other optimizer groups from now on. No optimizer may be attached.
 
-        groups: the optimizer's groups. Their parameters are set to those of `model`.
+        groups: the new optimizer groups. Their parameters are set to those of `model`.
         """
         self.gradients.stop()
         self.model_map = model

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with the few changes that a live switch needs. All overridden private methods are here."""
+"""DeepSpeed's engine with the few changes that a live switch needs. This file overrides its private methods."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _configure_expert_parallel(self, model: nn.Module, *more: Any, **named: Any) -> Any:
-        """Configure experts the way DeepSpeed does. With AutoEP, only return the record of which parameters replaced
-        which: the shaper has already replaced the layers with experts."""
+        """Configure experts the way DeepSpeed does.
+
+        With AutoEP, only return the record of which parameters replaced which, because the shaper has already replaced
+        the layers that have experts.
+        """
         if self._host.shaper.autoep:
             return self._host.shaper.autoep.take_replaced()
         return super()._configure_expert_parallel(model, *more, **named)
@@ -81,8 +84,9 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.basic_optimizer = self.optimizer = basic
 
     def _broadcast_model(self) -> None:
-        """Broadcast the model the way DeepSpeed does. Do nothing if the values of parameters arrive later, the same on
-        all ranks."""
+        """Broadcast the model the way DeepSpeed does. Does nothing if parameters get their values later, on all ranks
+        alike.
+        """
         if self._host.whole:
             super()._broadcast_model()
 
@@ -100,8 +104,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         )
 
     def random_ltd_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's block for random-LTD. It includes two batch sizes that DeepSpeed's constructor adds only
-        at the start."""
+        """Return DeepSpeed's block for random-LTD, with two batch sizes that its constructor adds only once."""
         block: dict[str, Any] = super().random_ltd_config()
         block.setdefault(RANDOM_LTD_GLOBAL_BATCH_SIZE, self.train_batch_size())
         block.setdefault(RANDOM_LTD_MICRO_BATCH_SIZE, self.train_micro_batch_size_per_gpu())
@@ -116,8 +119,8 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
         *more: Any,
         **named: Any,
     ) -> Any:
-        """Load the way DeepSpeed does. At stage 0, also refresh the masters if weights are loaded without optimizer
-        states.
+        """Load a checkpoint the way DeepSpeed does. At stage 0, also refresh the masters if no optimizer states are
+        loaded.
 
         DeepSpeed itself refreshes them only in its other stages. At stage 0 it would keep the old masters, and the next
         step would overwrite the loaded weights with them.
@@ -161,15 +164,17 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self._host.slot_weight = self._host.slot_weight if tokens is None else 1.0
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Weight the gradient of a plain `loss.backward()` too, because such a call bypasses `backward`."""
+        """Weight the gradient of a plain `loss.backward()`, which bypasses the engine's `backward`."""
         scaled: torch.Tensor | None = super()._backward_prologue_per_tensor(grad)
         if scaled is None or scaled is grad or self._host.is_weighted or self._host.loss_weight == 1.0:
             return scaled
         return scaled * self._host.loss_weight
 
     def clip_fp32_gradients(self) -> None:
-        """Clip gradients at ZeRO stage 0. With several expert ranks, use a norm of this package, because DeepSpeed's
-        norm depends on the expert size."""
+        """Clip gradients at ZeRO stage 0. With several expert ranks, the norm is computed by this package.
+
+        DeepSpeed's own norm depends on the expert size.
+        """
         if self._host.shape.expert > 1:
             clip_with_experts(self.module, self.gradient_clipping(), self._host.layout)
         else:
@@ -178,7 +183,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
     def _take_model_step(self, *arguments: Any) -> None:
         """Take DeepSpeed's optimizer step.
 
-        If the window was weighted by tokens, divide its gradients by their number.
+        If losses were weighted by token counts, first divide the accumulated gradients by the number of tokens.
         """
         counted = all_counted(self.module, self._host.layout)
         with scaler.divided_by_tokens(self, self._host.window_tokens, self._token_slots), self._norm_said(), counted:
@@ -187,7 +192,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
 
     @property
     def _token_slots(self) -> int:
-        """Number by which DeepSpeed has already divided the gradient of a window weighted by tokens."""
+        """Number by which DeepSpeed has already divided gradients that are weighted by token counts."""
         return int(self.dp_world_size * self.gradient_accumulation_steps())
 
     def _norm_said(self) -> AbstractContextManager[None]:

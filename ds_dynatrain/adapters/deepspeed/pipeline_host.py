@@ -1,9 +1,9 @@
 """DeepSpeed's pipeline engine with the changes of `host_engine`; its module can also become another stage.
 
-A column is one data index: one rank of each stage. DeepSpeed runs one schedule in each column. Columns meet only in the
-last instructions of their schedules, which add up gradients and losses, so each column may have a schedule of its own
-length. Only the divisor of these sums must change: it is the mean number of micro-batches per column, whereas
-`gradient_accumulation_steps()` is the number in the longest column.
+A column is a pipeline replica: the ranks with one data index, one of each stage. DeepSpeed runs one schedule in each
+column. Columns communicate only in the last instructions of their schedules, which add up gradients and losses, so each
+column may have a schedule of its own length. Only the divisor of these sums must change: it is the mean number of
+micro-batches per column, whereas `gradient_accumulation_steps()` is the number in the longest column.
 
 Layers before the first trained one have no backward pass, and no gradient is sent to them. DeepSpeed's own engine
 expects a gradient on every stage: its inputs require a gradient, and its outputs wait for one.
@@ -64,24 +64,22 @@ def needless(start: int, stop: int, frozen: int) -> tuple[type, ...]:
     start: number of the stage's first layer.
     stop: number of the layer after the stage's last one.
 
-    Two neighbouring stages share a boundary, so one stage skips exactly those receives whose sends the other stage
-    skips.
+    Two neighbouring stages agree: one skips exactly those receives whose sends the other skips.
     """
     ends_within = (BackwardPass, RecvGrad) if stop <= frozen else ()
     return (*ends_within, SendGrad) if start <= frozen else ends_within
 
 
 def _skip(engine: Any, **_: Any) -> None:
-    """Replace an instruction of a schedule that is unnecessary: do nothing."""
+    """Do nothing. Replaces an instruction of a schedule that is unnecessary."""
 
 
 @contextmanager
 def _checkpointed_behind(module: PipelineModule, frozen: int) -> Iterator[None]:
-    """Context manager in which the activations of a stage's first `frozen` layers are not recomputed, because these
-    layers get no gradient.
+    """Context manager in which the activations of a stage's first `frozen` layers are not recomputed.
 
-    A reentrant checkpoint does not look at parameters: it has a backward pass only if one of its inputs requires a
-    gradient. The first checkpoint after the frozen layers is therefore given inputs that do.
+    These layers get no gradient. A reentrant checkpoint does not look at parameters: it has a backward pass only if one
+    of its inputs requires a gradient. The first checkpoint after the frozen layers is therefore given inputs that do.
     """
     interval, checkpoint = module.activation_checkpoint_interval, module.activation_checkpoint_func
 
@@ -129,7 +127,7 @@ class StageHost(Host):
     def compiled_modules(self) -> list[str]:
         """A list with one entry if layers are compiled, and an empty list otherwise.
 
-        Stages have different layers, but all members must report the same list.
+        It contains no layer names, because all members must report the same list and stages have different layers.
         """
         return [] if self.compiled_with is None else ["every layer"]
 
@@ -142,7 +140,7 @@ class StageHost(Host):
         self.engine._enter_stage(grid)
 
     def put_in_place(self) -> None:
-        """Make DeepSpeed send messages between stages through this engine's grid."""
+        """Make DeepSpeed's messages between stages use this engine's grid of ranks."""
         p2p._grid = self.engine.grid
 
     def leave_shape(self) -> None:
@@ -154,12 +152,12 @@ class StageHost(Host):
         self.engine._forget_activations()
 
     def break_off(self) -> None:
-        """Clean up with `Host.break_off`, and stop forcing a micro-batch to end the accumulation window."""
+        """Clean up with `Host.break_off`, and no longer force a micro-batch to end an accumulation window."""
         super().break_off()
         self.engine._force_grad_boundary = False
 
     def attach(self, layout: Layout, world: World, config: Settings, buffers: Buffers, scalars: Scalars) -> None:
-        """Build a ZeRO optimizer with `Host.attach`, and assign micro-batches to the columns of the layout."""
+        """Build a ZeRO optimizer with `Host.attach`, and assign micro-batches to the layout's pipeline replicas."""
         super().attach(layout, world, config, buffers, scalars)
         self.engine.micro_batch_size = self.engine.train_micro_batch_size_per_gpu()
         self.engine._enter_columns(self.layout)
@@ -167,16 +165,16 @@ class StageHost(Host):
         self.engine.using_bf16_optimizer = type(self.optimizer) is BF16_Optimizer
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return all parameters registered as trained, keyed by logical name. Parameters that belong to other stages
-        have no elements."""
+        """Return all parameters registered as trained, by logical name. Those of other stages have no elements."""
         model = self.model_map
         found = zip(model.tensors, model.parameters, model.requires_grad, strict=True)
         return {tensor.name: held for tensor, held, flag in found if flag}
 
     @property
     def forward_passes(self) -> int | None:
-        """Number of micro-batches that this stage has run. With `seed_layers`, layers seed their random numbers with
-        this number."""
+        """Number of micro-batches that this stage has run, with which layers seed their random numbers under
+        `seed_layers`.
+        """
         return int(self.engine.module.micro_offset)
 
     @forward_passes.setter
@@ -201,7 +199,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     dp_group_loss: torch.Tensor
     _columns: Columns
     _divisor: float
-    """Number by which a column divides the sum of its losses."""
+    """Number by which a pipeline replica divides the sum of its losses."""
     _frozen = 0
     """Number of layers before the model's first trained layer, in the current batch."""
     _known_loss: torch.Tensor | None = None
@@ -234,16 +232,20 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         self._host.compiled_with = {**compile_kwargs, "backend": backend}
 
     def _enter_columns(self, layout: Layout) -> None:
-        """Set how many micro-batches each column runs in a layout. The configuration and the grid must already be those
-        of the layout."""
+        """Set how many micro-batches each pipeline replica runs under a layout.
+
+        The configuration and the grid of ranks must already be those of the layout.
+        """
         sizes = int(self.train_batch_size()), int(self.train_micro_batch_size_per_gpu())
         self._columns = Columns.of(*sizes, layout.data, layout.shares)
         self._divisor = self._columns.mean
         self.micro_batches = self._columns.counts[self.grid.get_data_parallel_id()]
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Train a batch the way DeepSpeed does. For `seed_layers`, each column counts as many passes as the longest
-        column has."""
+        """Train a batch the way DeepSpeed does.
+
+        For `seed_layers`, each pipeline replica counts as many passes as the replica with the most micro-batches has.
+        """
         passes = self.module.micro_offset
         loss: torch.Tensor = super().train_batch(data_iter)
         self.module.micro_offset = passes + self._columns.longest
@@ -295,8 +297,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
             super()._exec_schedule(pipe_schedule)
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        """Run DeepSpeed's forward pass. Inputs of frozen layers, and of the first trained layer, require no
-        gradient."""
+        """Run DeepSpeed's forward pass. Inputs up to those of the first trained layer require no gradient."""
         note(self.module)
         held = self._frozen - self.module._local_start
         if not self._frozen or held < 0:
@@ -320,8 +321,9 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
     }
 
     def _enter_stage(self, grid: StageGrid) -> None:
-        """Make this engine the engine of a stage in the world of `grid`. Sends no message, unlike DeepSpeed's
-        constructor."""
+        """Make this engine the engine of a stage in the world of `grid`. Unlike DeepSpeed's constructor, this sends no
+        message.
+        """
         self.grid = self.mpu = grid
         self.num_stages, self.stage_id = grid.pipe_parallel_size, grid.stage_id
         self.prev_stage, self.next_stage = grid.stage_id - 1, grid.stage_id + 1
@@ -355,8 +357,7 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
 
     @torch.no_grad()
     def _share_loss(self) -> None:
-        """Give the loss of a batch to all ranks before the step, so that no rank lacks the loss if a member dies
-        later."""
+        """Give the loss of a batch to all ranks before the step, so that no rank lacks it if a member dies later."""
         self._known_loss = self._total_loss()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
@@ -375,8 +376,9 @@ class PipelineHostEngine(HostEngine, PipelineEngine):  # type: ignore[misc]
         return found
 
     def _loss_of_step(self) -> torch.Tensor:
-        """Return the loss of the last step. Works even if this rank's call was interrupted and only other ranks
-        finished the step."""
+        """Return the loss of the last step, even if this rank's call was interrupted and only other ranks finished the
+        step.
+        """
         known, self._known_loss = self._known_loss, None
         self.agg_train_loss: torch.Tensor = self.agg_train_loss if known is None else known
         return self.agg_train_loss

@@ -44,8 +44,7 @@ def plain_engines() -> list[PlainEngine]:
 
 
 def _plain_engines() -> list[Any]:
-    """Return the script's engines that work over several ranks and have an optimizer, or a model that is divided over
-    ranks.
+    """Return the script's engines that work over several ranks and have an optimizer or a model divided over ranks.
 
     At stage 3 DeepSpeed gives even an untrained engine an optimizer.
     """
@@ -59,7 +58,7 @@ def _plain_engines() -> list[Any]:
 
 
 def _is_alive(engine: Any) -> bool:
-    """Return whether an engine has not been destroyed: a hook that `destroy` removes is still on the module.
+    """Return whether an engine has not been destroyed yet: the hooks that `destroy` removes are still in place.
 
     For an engine without such hooks, the module's forward hook is checked.
     """

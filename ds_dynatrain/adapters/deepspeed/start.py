@@ -42,9 +42,10 @@ def engine_around(kind: type[E], settings: Settings, **arguments: Any) -> E:
     """Build an engine of class `kind` the way `deepspeed.initialize` does. The world must be installed.
 
     settings: the configuration as a dictionary and parsed (see `deepspeed_config.layout_config`).
+    arguments: further arguments of the engine's constructor.
 
-    Each engine and each switch resets what stage 3 sets for the whole process, because a plain DeepSpeed engine may
-    have changed these settings.
+    Settings that stage 3 changes for the whole process are reset here and in every switch, because a plain DeepSpeed
+    engine may have changed them.
     """
     repair_defects()
     restore_linear()
@@ -58,7 +59,7 @@ def engine_around(kind: type[E], settings: Settings, **arguments: Any) -> E:
 
 
 def start_without_compiler() -> None:
-    """Make DeepSpeed start without a C++ compiler. Otherwise its CPU back-end would fail to build an operator."""
+    """Make DeepSpeed start without a C++ compiler, although its CPU back-end would then fail to build an operator."""
     if shutil.which("c++") is None and shutil.which("g++") is None:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -137,7 +138,7 @@ class OptimizerForwarder(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients overflowed fp16; always false if the optimizer skips no
+        """Whether the last step was skipped because gradients overflowed fp16. False for optimizers that never skip
         steps.
 
         The attribute exists in every layout and on idle members, because callers check for it only once.

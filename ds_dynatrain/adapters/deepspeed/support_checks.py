@@ -77,7 +77,10 @@ def refuse_module(model: nn.Module, layout: Layout, config: Config) -> None:
 
 
 def refuse_at_boundary(host: Any) -> None:
-    """Raise SwitchRefused if there is unfinished work that a switch would break. Called on each member with state."""
+    """Raise SwitchRefused if unfinished work, such as accumulated gradients, would be lost in a switch.
+
+    Called between two steps on each member with state.
+    """
     steps = int(host.engine.gradient_accumulation_steps())
     if host.engine.micro_steps % steps:
         have = f"an accumulation window is open: {host.engine.micro_steps % steps} of {steps} micro-batches"
@@ -106,7 +109,10 @@ def refuse_moved_states(host: Any) -> None:
 
 
 def _refuse_beside_experts(layout: Layout, config: Config) -> None:
-    """Raise SwitchRefused for settings that DeepSpeed's stages 1 and 2 do not accept in a model with experts."""
+    """Raise SwitchRefused for settings that DeepSpeed's stages 1 and 2 do not accept in a model with experts.
+
+    config: DeepSpeed's configuration.
+    """
     apart = setting(config, "zero_optimization.contiguous_gradients") is False and not offloads(config)
     if layout.zero_stage in (1, 2) and setting(config, "zero_optimization.reduce_scatter") is False:
         key, nearest = "reduce_scatter", layout.replace(zero_stage=0)

@@ -1,1 +1,4 @@
-"""Devices, communicators and process groups. Start with `world` and `worlds`. Imports only `versions`."""
+"""Devices, communicators and process groups.
+
+Begin reading at `world` and `worlds`. This package may import only `versions`.
+"""

@@ -52,16 +52,15 @@ Kind = td.ProcessGroup.BackendType
 Stop = Callable[[], None]
 """Function that is called repeatedly during a wait; it may raise."""
 LOOK_SECONDS = 0.05
-"""Seconds between two checks whether another member has failed."""
+"""Seconds between two checks for failures of other members during a wait."""
 END_SECONDS = 5.0
 """Longest time, in seconds, to wait until aborted messages have ended."""
 SPARE_SECONDS = 5.0
-"""Seconds by which a library's own time-out exceeds ours, so that our error, which names members, comes first."""
+"""Seconds by which a library's own timeout exceeds ours, so that our error, which names members, comes first."""
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of NCCL that this process has loaded. torch itself reports the version with which it was
-    built."""
+    """Return the version of NCCL that this process has loaded, which may differ from the one torch was built with."""
     try:
         library, found = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW), ctypes.c_int()
         library.ncclGetVersion(ctypes.byref(found))
@@ -105,12 +104,16 @@ class Connections:
 
 @dataclass(eq=False)
 class Communicator:
-    """The back-end on `device` that connects some members, in a fixed order.
+    """A back-end of process groups that connects some members, in a fixed order, on one device.
 
+    device: the device of the tensors that it sends.
+    kind: torch's name for the back-end.
+    backend: torch's back-end object.
     users: the number of worlds that use the communicator: two while the next world is taking it over.
     since: the time at which the communicator was made. If several members share two communicators, all of them made the
         two in the same order.
-    ending: a lock that the first caller that ends the communicator acquires, in any thread, and never releases.
+    ending: a lock for ending the communicator only once: the first caller, in any thread, acquires it and never
+        releases it.
     """
 
     device: torch.device
@@ -132,7 +135,7 @@ class Communicator:
 
 
 def ends_with_its_members() -> bool:
-    """Return whether aborting an accelerator's collective releases a rank that waits in it for a dead peer."""
+    """Return whether aborting the accelerator's collectives releases a rank that waits for a dead peer."""
     return device_backend() in ABORTING
 
 
@@ -147,7 +150,7 @@ def is_watched() -> bool:
 
 
 def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
-    """End communicators. All their members must call this function. Communicators that have already ended are skipped.
+    """End communicators. All members must call this function. Communicators that have already ended are skipped.
 
     is_broken: whether to abort them, because a member is gone, a member may lack one of them, or a collective has
         failed. Communicators may wait for each other if they are aborted one by one (pytorch/pytorch#119797). As in
@@ -173,7 +176,13 @@ def end(communicators: Sequence[Communicator], is_broken: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Inputs for making a communicator: its ranks, this process's position among them, and the group's name."""
+    """Inputs for making a communicator.
+
+    name: the name of the group.
+    ranks: the ranks to connect.
+    place: the index of this process in `ranks`.
+    store: the key-value store over which the ranks exchange addresses.
+    """
 
     name: str
     ranks: Sequence[int]
@@ -210,8 +219,7 @@ def make_communicator(where: Endpoint, seconds: float, stop: Stop = go_on) -> Co
 
 
 def _missing(where: Endpoint) -> str:
-    """Return a description of the members that have not begun to connect or, if all have begun, of those that have not
-    finished."""
+    """Describe the members that have not begun to connect or, if all have, those that have not finished."""
     for step in ("begun", "done"):
         absent = [rank for place, rank in enumerate(where.ranks) if not where.store.check([f"{step}/{place}"])]
         if absent:

@@ -1,5 +1,4 @@
-"""The device on which this process computes, as DeepSpeed's accelerator reports it. No other file asks DeepSpeed for
-it."""
+"""The device on which this process computes, as reported by DeepSpeed's accelerator."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def take_own(local_rank: int) -> None:
 
 
 def warm() -> None:
-    """Make an accelerator create what it creates at first use: its context, operator libraries and autograd thread."""
+    """Make an accelerator create now what it creates at first use: context, operator libraries, autograd thread."""
     if not is_accelerated():
         return
     for dtype in (torch.float32, torch.bfloat16):
@@ -109,14 +108,14 @@ def training_bytes() -> int:
 
 
 def used_bytes() -> int:
-    """Return the memory, in bytes, of tensors on this process's accelerator; of the process, if there is none."""
+    """Return the bytes that tensors occupy on the accelerator or, without one, those that the process occupies."""
     return int(get_accelerator().memory_allocated())
 
 
 def busy_percent() -> float | None:
-    """Return the share of the last instants in which this process's GPU was busy; None if it does not tell.
+    """Return the utilization of this process's GPU in the last moments, in percent; None if it is unknown.
 
-    NVIDIA's cards tell it if `nvidia-ml-py` is installed.
+    NVIDIA's cards report it if `nvidia-ml-py` is installed.
     """
     asked = getattr(getattr(torch, compute_device().type, None), "utilization", None)
     try:
@@ -156,8 +155,10 @@ def start_thread(target: Callable[[], object], name: str, device: torch.device |
 
 
 def on_device(call: Callable[[], T], device: torch.device | None = None) -> Callable[[], T]:
-    """Return a function that calls `call` on `device`, in whatever thread the function runs. The default is the device
-    of the current thread."""
+    """Return a function that calls `call` on `device`, in whatever thread it runs.
+
+    device: the device; None for the current thread's device at this moment.
+    """
     there = compute_device() if device is None else device
 
     def run() -> T:

@@ -56,8 +56,8 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 ABORT_SECONDS = 60.0
-"""Time limit, in seconds, for aborting communicators and waiting for the device. A device that exceeds the limit is
-unusable for this process."""
+"""Time limit, in seconds, for aborting communicators and waiting for the device. If it is exceeded, this process can no
+longer use the device."""
 TORN = "a member of this world is gone, and its communicators were aborted: their results are unknown"
 
 
@@ -80,8 +80,7 @@ class Gate:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Context manager that records that the main thread waits for other ranks. A block inside another one has no
-        effect."""
+        """Context manager that records that the main thread waits for other ranks. Nested blocks have no effect."""
         is_noted = self._wait is None and threading.current_thread() is threading.main_thread()
         if is_noted:
             self._wait = what, time.monotonic()
@@ -129,7 +128,7 @@ class Gate:
         self.is_in_doubt = self._has_begun
 
     def check(self) -> None:
-        """Raise WorldChanged if the gate is torn, so that results no longer count."""
+        """Raise WorldChanged if the gate is torn, that is, if results on the device no longer count."""
         if self.is_torn:
             raise WorldChanged(f"{TORN}; go on with the loader's next batch: the world is formed anew there")
 
@@ -141,18 +140,17 @@ class Gate:
         self.is_torn = True
 
     def take_in(self, communicator: Communicator) -> None:
-        """Add a communicator of the world. Raises WorldChanged if the gate has been torn in the meantime."""
+        """Add a communicator of the world. Raises WorldChanged if results in this world no longer count."""
         self.communicators.append(communicator)
         self.check()
 
 
 def abort(gates: Iterable[Gate], give_up: Callable[[str], object]) -> threading.Thread | None:
-    """Tear the gates, so that results in their worlds no longer count, and abort all their communicators together in a
-    thread.
+    """Declare results in the gates' worlds invalid, and abort all their communicators together in a thread.
 
-    Return the thread; None if there are no communicators.
+    Returns the thread; None if there are no communicators.
 
-    give_up: called with the reason if the device does not respond again.
+    give_up: called with the reason if the device stops responding.
     """
     found = list(gates)
     for gate in found:
@@ -198,13 +196,16 @@ class GroupStatus:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the world's communicators can only be aborted, because not all members would take part in ending them
-        properly."""
+        """Whether the world's communicators must be aborted, because some members would not take part in ending them
+        properly.
+        """
         return self.failure is not None or self.is_lost or self.gate.is_torn
 
     def call(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of `call`, which runs a collective. Raises WorldChanged if a peer is gone, or if the world
-        currently accepts no collective."""
+        """Return the result of `call`, which runs a collective.
+
+        Raises WorldChanged if a peer is gone, or if the world currently accepts no collective.
+        """
         if self.is_closed:
             raise WorldChanged(
                 "the world was formed anew: this global batch is discarded; go on with the loader's next one"
@@ -317,7 +318,7 @@ class ManagedProcessGroup(PythonGroup):
 
 
 class ManagedWork(Work):
-    """The work handle of a running collective, which wraps torch's `work`.
+    """The work handle of a running collective, which wraps torch's own handle.
 
     name: name of the group's method.
     on_device: whether an accelerator runs the collective, so that a stream waits for it rather than the host.
@@ -330,7 +331,7 @@ class ManagedWork(Work):
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until the collective is done.
 
-        Raises WorldChanged if a peer is gone, and RuntimeError after the time-out.
+        Raises WorldChanged if a peer is gone, and RuntimeError after the timeout.
         """
         return self._watched(self._wait, timeout)
 

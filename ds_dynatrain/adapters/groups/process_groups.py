@@ -67,12 +67,11 @@ def make_group(store: Store, name: str, rank: int, size: int, seconds: float) ->
 
 
 def join_programs(store: Store, name: str, rank: int, size: int, device: torch.device, seconds: float) -> Any:
-    """Return a group that connects this process with processes of other programs. Those programs make the group by
-    `torch.distributed`.
+    """Return a group that connects this process with processes of other programs, which make it by `torch.distributed`.
 
     device: the device of the tensors. gloo serves the CPU. The library of an accelerator connects at the first
         collective, as it does in the other programs.
-    seconds: see `make_group`.
+    seconds: the timeout for joining; see `make_group`.
     """
     if device.type == HOST.type:
         return make_group(store, name, rank, size, seconds)[0]
@@ -81,12 +80,11 @@ def join_programs(store: Store, name: str, rank: int, size: int, device: torch.d
 
 
 def serve_host(group: td.ProcessGroup, store: Store, seconds: float) -> None:
-    """Give a group that was made by other code a gloo back-end for the CPU, if it has none. Stock
-    `deepspeed.init_distributed` makes a group with NCCL alone.
+    """Give a group that was made by other code a gloo back-end for the CPU, if it has none.
 
-    All ranks of the group must call this.
+    All ranks of the group must call this. Stock `deepspeed.init_distributed` makes a group with NCCL alone.
 
-    seconds: see `make_group`.
+    seconds: the timeout for joining; see `make_group`.
     """
     if HOST in group._device_types:
         return
@@ -170,8 +168,9 @@ def tear_down(groups: list[td.ProcessGroup], first: Callable[[], None] | None = 
     groups: a list that must hold the last references to the groups; it is emptied.
     first: called in the thread before the groups are shut down.
 
-    Gloo takes 20 to 40 ms to shut a group down, and longer if a peer is gone. Afterwards the thread returns memory that
-    the groups' threads have freed to the system. glibc would otherwise keep it in growing per-thread arenas.
+    Gloo takes 20 to 40 ms to shut a group down, and longer if a peer is gone. Afterwards the thread returns to the
+    operating system the memory that the groups' threads have freed; glibc would otherwise keep it in growing per-thread
+    arenas.
     """
 
     def take_down() -> None:
@@ -205,10 +204,9 @@ class GroupOfOne(PythonGroup):
         self._set_group_name(GroupName(name))
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Work:
-        """Copy each input to its output. With one rank, a tensor that is both input and output already has its final
-        value.
+        """Copy each input to its output. An in-place argument already has its final value.
 
-        All pairs are compared before the first output is written.
+        All pairs of input and output are compared before the first output is written.
         """
         if name in MESSAGES:
             raise _wrong("there is no other rank to send to, or to receive from")
@@ -253,7 +251,7 @@ class CompletedWork(Work):
             self._event.record(get_accelerator().current_stream())
 
     def wait(self, *_: Any, **__: Any) -> bool:
-        """Make the current stream wait for the collective. Return True."""
+        """Make the current stream wait for the collective. Always returns True."""
         if self._event is not None:
             get_accelerator().current_stream().wait_event(self._event)
         return True
@@ -263,7 +261,7 @@ class CompletedWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the device has completed the collective."""
+        """Return whether the device has completed the collective, which copies inputs to outputs."""
         return self._event is None or bool(self._event.query())
 
     def is_success(self) -> bool:

@@ -60,8 +60,8 @@ SAME_AS: Mapping[str, tuple[str, ...]] = {
     "model": ("tensor", "pipe"),
     "expert_data": ("data",),
 }
-"""A map from a kind of group to kinds that are made earlier. If such a group has the same ranks, it serves this kind,
-too.
+"""A map from a kind of group to earlier kinds: if a group of an earlier kind has the same ranks, it serves this kind as
+well.
 
 Messages of the two kinds are never in flight at the same time.
 """
@@ -128,7 +128,7 @@ KIND_OF_NAME: Mapping[str, str] = {
 
 @dataclass(eq=False)
 class HeldGroup:
-    """A group, and the store over which it was made.
+    """A process group, and the store over which it was made.
 
     users: the number of worlds that hold the group. It is two while the next world is taking the group over; the
         connections stay, and only the ranks of the members may change.
@@ -187,7 +187,7 @@ class World:
         self._held[kind], self._ranks[kind] = held, ranks
 
     def held(self, kind: str) -> HeldGroup:
-        """Return the group of a kind, with its store.
+        """Return the group of the given kind, with the store over which it was made.
 
         Raises RuntimeError on a member without a rank, and after `drop`.
         """
@@ -208,7 +208,8 @@ class World:
         return self._ranks[kind]
 
     def tie(self, stages: Ranks) -> td.ProcessGroup:
-        """Return the group that connects these stages in this rank's pipeline.
+        """Return the group that connects the pipeline stages `stages`, which share tied weights, in this rank's
+        pipeline.
 
         Raises RuntimeError on a member without a rank, and after `drop`.
         """
@@ -261,7 +262,7 @@ class World:
                 register(held.group, held.store, self._ranks[kind])
 
     def give_up(self, kinds: Iterable[str]) -> list[td.ProcessGroup]:
-        """Release the groups of some kinds. Return those of them that no world holds any longer."""
+        """Release the groups of the given kinds, and return those that no world holds any longer."""
         gone = {kind: self._held.pop(kind) for kind in kinds if kind in self._held}
         for kind in gone:
             del self._ranks[kind]
@@ -271,7 +272,7 @@ class World:
         return [held.group for held in ended.values() if held.users == 0]
 
     def retire_transfer(self) -> threading.Thread:
-        """Shut down the group that was made only for the moves of a switch, in a thread. Return the thread."""
+        """Shut down the group that was made only for moving state in a switch, in a thread. Returns the thread."""
         moving = {self.between("transfer")} & self.communicators.keys()
         self.transfer, self.transfer_members = None, ()
         return tear_down(self.give_up(["transfer"]), self.disconnect(False, moving))
@@ -279,7 +280,7 @@ class World:
     # ---- communicators on the accelerator
 
     def between(self, kind: str) -> Between:
-        """Return the identity of the communicator that is used by the group of a kind."""
+        """Return the key, in `communicators`, of the communicator that the group of a kind uses."""
         if kind == "transfer":
             return (kind, self.transfer_members)
         members = tuple(map(self.members.__getitem__, self.ranks(kind)))
@@ -335,7 +336,10 @@ class World:
 
     @property
     def moving(self) -> Communicator | None:
-        """The communicator of all members of both worlds, which moves state between devices; None before `connect`."""
+        """The communicator of all members of this world and the previous one, which moves state between devices.
+
+        None before `connect`, or if none is needed.
+        """
         members = self.transfer_members
         return self.communicators.get(("transfer", members)) or self.communicators.get(("", members))
 
@@ -357,9 +361,12 @@ class World:
             group.renew(store, found.device, found.kind, found.backend)
 
     def disconnect(self, is_broken: bool, which: Collection[Between] | None = None) -> Callable[[], None]:
-        """Release communicators, by default all. Return a function that ends those that no other world uses.
+        """Release communicators. Returns a function that ends those that no other world uses.
 
         All members of the released communicators must call the returned function.
+
+        is_broken: whether to abort them, because some members may not take part in ending them.
+        which: the keys of the communicators to release; None for all.
         """
         gone = [self.communicators.pop(each) for each in ([*self.communicators] if which is None else which)]
         for each in gone:
@@ -372,17 +379,15 @@ class World:
 
     @property
     def has_gate(self) -> bool:
-        """Whether a collective in this world may appear to succeed although a member has died, so that results must be
-        confirmed."""
+        """Whether a collective may appear to succeed although a member has died, so that results must be confirmed."""
         return self.status is not None and is_accelerated() and len(self.members) > 1
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:
-        """Wait until all ranks have their results of collectives on the accelerator; see `Gate.agree`. All ranks must
-        call this.
+        """Wait until all ranks have their results of collectives on the accelerator. All ranks must call this.
 
         Does nothing without an accelerator, or if no member can be lost.
 
-        meet: see `Gate.agree`; by default a reduction over all ranks in host memory.
+        meet: see `Gate.agree`; None for a reduction over all ranks in host memory.
         """
         if self.status is not None and self.has_gate:
             self.status.gate.agree(meet or (lambda _: self.default.allreduce([torch.zeros(1)]).wait()))

@@ -38,8 +38,8 @@ from ds_dynatrain.space import Layout
 Make = Callable[[str, Ranks, int], HeldGroup]
 """Function (kind of group, ranks of the world in the group, this rank) that returns the group."""
 GROUP_COUNT = 1000
-"""First number in the names of groups that `new_group` makes later. All members use it, whatever worlds they were in
-before."""
+"""First number in the names of groups that `new_group` makes later: the same on all members, whatever worlds they were
+in before."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def add_groups(store: Store, world: World, own: Mapping[str, Ranks], seconds: fl
 
 
 def _made(store: Store, world: World, seconds: float, kind: str, ranks: Ranks, rank: int) -> HeldGroup:
-    """Make a group of one kind, for this process as `rank`.
+    """Make a group of one kind, of which this process is number `rank`.
 
-    ranks: the ranks of the group; member numbers for the group that carries the moves of a switch.
+    ranks: the ranks of the group; member numbers for the group that moves state in a switch.
     """
     name = f"{world.name}_{kind}_{min(ranks)}"
     if len(ranks) == 1 and (kind != "default" or is_accelerated()):
@@ -191,12 +191,11 @@ def is_ours_installed() -> bool:
 
 
 def drop(world: World, is_broken: bool = False) -> threading.Thread:
-    """Unregister every group of `world` that no other world holds, and shut these groups down in a thread. Return the
-    thread.
+    """Unregister every group of `world` that no other world holds, and shut these groups down in a thread.
 
-    Communicators that another world has kept stay alive. All ranks of the world drop it, so all members of the other
-    communicators shut them down together. The world need not have been installed. Gloo takes 20 to 40 ms to shut a
-    group down, and longer if a peer is gone. Join the thread before the process ends.
+    Returns the thread; join it before the process ends. Communicators that another world has kept stay alive. All ranks
+    of the world drop it, so all members of the other communicators shut them down together. The world need not have
+    been installed. Gloo takes 20 to 40 ms to shut a group down, and longer if a peer is gone.
 
     is_broken: whether to abort the communicators instead, because some members may lack one that this member has.
     """
@@ -280,7 +279,7 @@ class LaunchWorld:
 
     @staticmethod
     def formed(store: Store, name: str, member: int, size: int, seconds: float, status: GroupStatus) -> LaunchWorld:
-        """Form a process group of the launched processes that survives the loss of members, and register it with
+        """Form a group of the launched processes that survives the loss of members, and register it with
         `torch.distributed`.
         """
         if size == 1 and is_accelerated():  # a group of one serves the CPU and the accelerator
@@ -294,13 +293,12 @@ class LaunchWorld:
         return LaunchWorld(group, member, size, world)
 
     def connect(self, seconds: float, stop: Callable[[], None]) -> None:
-        """Connect the launch group on the accelerator, too, for code that uses it before a world exists. Works for a
-        group made by `formed`.
+        """Connect the launch group on the accelerator as well, for code that uses it before a world exists.
 
-        All processes of the group must call this. Does nothing without an accelerator, or in a second call.
+        Works for a group made by `formed`. All processes of the group must call this. Does nothing without an
+        accelerator, or in a second call.
 
-        seconds: see `World.connect`.
-        stop: see `World.connect`.
+        seconds, stop: see `World.connect`.
 
         Raises RuntimeError if a communicator cannot be made.
         """
@@ -310,8 +308,9 @@ class LaunchWorld:
             self.own.register()
 
     def retire(self) -> threading.Thread:
-        """Shut down a launch group that no process uses any longer, in a thread, and return the thread. All its
-        processes must call this."""
+        """Shut down a launch group that is no longer used, in a thread, and return the thread. All its processes must
+        call this.
+        """
         unregister(self.group)
         if self.own is None:
             return tear_down([self.group])
@@ -325,7 +324,7 @@ class LaunchWorld:
 
 
 def launch_store() -> Store:
-    """Return a new client of the key-value store over which the launch group was formed."""
+    """Return a new client of the key-value store that the launched processes share."""
     store: Any = c10d._get_default_store()
     own: Store = store.clone()
     return own

@@ -1,4 +1,5 @@
-"""The user's module: its pipeline, tensor, expert and sequence parallelism, and its state other than parameters.
+"""Adapters to the user's module: its pipeline, tensor, expert and sequence parallelism, and its state other than
+parameters.
 
-Start with `shaping`. Imports `zero`, `groups` and `versions`.
+Begin reading at `shaping`. This package may import only `zero`, `groups` and `versions`.
 """

@@ -50,7 +50,7 @@ def is_on(config: Config) -> bool:
 
 
 def start_size(config: Config) -> int:
-    """Return the expert size configured for AutoEP, by default 1."""
+    """Return the expert size that the configuration gives AutoEP; 1 if it gives none."""
     return int(config["expert_parallel"].get("autoep_size", 1))
 
 
@@ -58,7 +58,7 @@ class Conversion:
     """AutoEP's conversion of a model: it replaces layers that have experts, and distributes the experts over ranks."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        """Keep the settings of AutoEP for a model.
+        """Check that AutoEP can convert a model, and keep its settings.
 
         Raises UnsupportedError if the model is not whole, and ConfigError if DeepSpeed refuses the configuration.
         """
@@ -81,8 +81,10 @@ class Conversion:
         return replaced
 
     def expert_cuts(self, layout: Layout) -> Cuts:
-        """Return a map from each tensor's name to its cut by the expert axis. Raises the same errors as
-        `Shaper.cuts`."""
+        """Return a map from each tensor's name to its cut by the expert axis.
+
+        Raises the errors of `Shaper.cuts`.
+        """
         cuts = self._cuts_in_order(layout.expert)
         if layout.experts is None:
             return cuts
@@ -117,7 +119,9 @@ class Conversion:
         return self._expert_cuts[size]
 
     def enter_layers(self, engine: Any, layout: Layout) -> None:
-        """Give the layers with experts the current groups and this rank's experts, even if the module is unchanged."""
+        """Give the layers with experts the current process groups and this rank's experts, even if the module has not
+        changed.
+        """
         index, rows = expert_index(layout), self.rows(layout)
         for name, part in engine.module.named_modules():
             if getattr(part, "_is_autoep_layer", False):
@@ -150,11 +154,12 @@ def replace_layers(
     listed: bool = False,
     each: Callable[[nn.Module], None] | None = None,
 ) -> Any:
-    """Give a module, on the meta device or real, DeepSpeed's layers for one expert index.
+    """Replace layers of a module, on the meta device or real, with DeepSpeed's layers for one expert index.
 
     block: `expert_parallel` of the configuration.
-    each: function that is called with each new layer before the next one is made.
+    size, index: the expert size, and the expert index.
     listed: whether to return which parameters replace which.
+    each: function that is called with each new layer before the next one is made.
 
     Raises LayoutError if the size does not divide the experts of a layer, and ValueError if DeepSpeed refuses the
     settings.
@@ -242,21 +247,21 @@ def _user_experts(name: str, held: nn.Module, path: str, spec: Any) -> Iterator[
 
 
 class ToPlaces:
-    """Router hook that replaces the number of each chosen expert with the expert's place: its position in the order in
-    which experts lie on the ranks.
+    """Router hook that replaces the number of each chosen expert with its position in the order of experts on the
+    ranks.
 
     A layer counts tokens by the numbers that its router returns. The hook corrects the count, so that it is again a
     count per expert.
     """
 
     def __init__(self, layer: Any, experts: Sequence[int]) -> None:
-        """Create the hook of a layer whose experts are given in the order of their places."""
+        """Create the hook of a layer whose experts lie on the ranks in the given order."""
         self._layer = layer
         self._experts = torch.tensor(experts, device=layer.tokens_per_expert.device)
         self._places = self._experts.argsort()
 
     def __call__(self, router: nn.Module, given: Any, found: Any) -> Any:
-        """Return the router's output with each chosen expert's number replaced by its place in the expert stack."""
+        """Return the router's output, with the number of each chosen expert replaced by its position on the ranks."""
         scores, chosen, counts = found
         by_place = counts[self._experts]
         with torch.no_grad():
@@ -265,8 +270,9 @@ class ToPlaces:
 
 
 def take_place(layer: Any, rows: tuple[tuple[int, ...], ...], index: int) -> None:
-    """Assign a layer of AutoEP the experts that one expert index has: set DeepSpeed's records of them, and the order in
-    which the layer sends tokens to experts.
+    """Assign a layer of AutoEP the experts of one expert index.
+
+    Sets DeepSpeed's records of the layer's experts, and the order in which the layer sends tokens to experts.
 
     rows: the experts of each expert index.
     index: the expert index.
@@ -331,8 +337,9 @@ def validate(config: Config, layout: Layout) -> None:
 
 
 def _fold(engine: Any, layout: Layout) -> None:
-    """Record in the engine how tensor and expert ranks are arranged. With a tensor axis, also give layers their
-    groups."""
+    """Record in the engine how tensor and expert ranks are arranged, and give layers their groups if there is a tensor
+    axis.
+    """
     from deepspeed.module_inject.auto_ep_folding import FoldingGroupHandles, build_folding_spec, local_folding_ranks
 
     spec = build_folding_spec(

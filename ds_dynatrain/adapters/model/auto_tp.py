@@ -115,7 +115,7 @@ def describe(template: nn.Module, config: Config, size: int) -> Cuts:
 
 
 def refuse_empty(found: Cuts, config: Config, layout: Layout) -> None:
-    """Raise LayoutError if a rank would get no element of a parameter of which DeepSpeed or torch needs some."""
+    """Raise LayoutError if a rank would get no element of a parameter of which DeepSpeed or torch needs one."""
     if layout.zero_stage == 3:
         why = "zero_stage=3"
     elif (config.get("tensor_parallel") or {}).get("tp_overlap_comm", False):
@@ -201,7 +201,10 @@ class TensorShaper(Shaper):
 
     @staticmethod
     def of(model: nn.Module, config: Config, factory: ModelFactory | None = None) -> TensorShaper:
-        """Return the shaper of a user's model that DeepSpeed has not altered."""
+        """Return the shaper of a user's model that DeepSpeed has not altered.
+
+        factory: function that builds the model anew if it cannot be copied.
+        """
         try:
             return TensorShaper(template_of(model, factory), config)
         except UnsupportedError as error:
@@ -241,7 +244,7 @@ class TensorShaper(Shaper):
         return self.cut(copied(self._known), layout, rank)
 
     def cut(self, module: nn.Module, layout: Layout, rank: int) -> Made:
-        """Cut `module`, a copy of the template, for a rank of `layout`. Return its children."""
+        """Cut `module`, a copy of the template, for a rank of `layout`, and return the cut module's children."""
         before = dict(module.__dict__)
         if layout.tensor > 1:
             with self._one_at_a_time:
@@ -250,7 +253,10 @@ class TensorShaper(Shaper):
         return Made(module, {name: value for name, value in after if before.get(name, before) is not value})
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
-        """Give `root` the children of this rank, and set or remove the attributes that AutoTP sets on a root."""
+        """Give `root` the children of this rank, and set or remove the attributes that AutoTP sets on a root module.
+
+        made: the children, if `make` has built them; None to build them now.
+        """
         origin, loss = self._known, root.__dict__.pop(_LOSS_BEFORE, None)
         if loss is not None:
             root.loss_function = loss
@@ -268,10 +274,10 @@ class TensorShaper(Shaper):
             _speak_over(root, groups.get_tensor_model_parallel_group())
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Do in the engine what DeepSpeed's constructor does for the tensor axis.
+        """Set in the engine what DeepSpeed's constructor sets for the tensor axis.
 
-        This sets the modes of DeepSpeed's layers and their group, and adds a hook in which DeepSpeed compares the first
-        batch between tensor ranks. DeepSpeed removes the hook after that batch.
+        This includes the modes of DeepSpeed's layers and their group, and a hook that compares the first batch between
+        tensor ranks. DeepSpeed removes the hook after that batch.
         """
         self.leave(engine)
         block = engine.tensor_parallel_config()
@@ -285,7 +291,7 @@ class TensorShaper(Shaper):
             _speak_over(engine.module, groups.get_tensor_model_parallel_group())
 
     def leave(self, engine: Any) -> None:
-        """Remove the hook that checks the first batch, and the layers' group."""
+        """Remove from the engine the hook that checks the first batch, and from the layers their group."""
         check = engine.__dict__.pop("first_dataloader_check", None)
         if check is not None:
             check.remove()
@@ -350,7 +356,7 @@ class AutoEPShaper(Conversion, TensorShaper):
         return user_tensors(copied(self._unconverted), self._block)
 
     def cuts(self, layout: Layout) -> Cuts:
-        """Return a map from tensor name to cuts: into whole experts for the stacks, and AutoTP's cuts for other
+        """Return a map from tensor name to cuts: into whole experts for stacks of experts, and AutoTP's for other
         tensors.
 
         Raises LayoutError if the size does not divide the experts of a layer, if the map of experts does not fit the
@@ -370,12 +376,12 @@ class AutoEPShaper(Conversion, TensorShaper):
         return self.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
 
     def enter(self, engine: Any, layout: Layout) -> None:
-        """Give layers the current groups and this rank's experts, even if the module is unchanged."""
+        """Give layers the current process groups and this rank's experts, even if the module has not changed."""
         super().enter(engine, layout)
         self.enter_layers(engine, layout)
 
     def leave(self, engine: Any) -> None:
-        """Remove the world's groups from all layers."""
+        """Remove from all layers the process groups of the world that ends."""
         super().leave(engine)
         leave_groups(engine.module)
         engine._autoep_folding_group_handles = None
@@ -401,10 +407,10 @@ def _weakly_bound(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
-    """Sum a gradient over tensor ranks. A hook for whole parameters of which each rank uses only a part, such as norms
-    of heads.
+    """Sum a gradient over tensor ranks.
 
-    DeepSpeed's own hook always uses the group with which it was made; this one looks up the current group.
+    A hook for parameters that every rank holds whole but uses only in part, such as norms of heads. DeepSpeed's own
+    hook always uses the group with which it was made; this one looks up the current group.
     """
     whole = gradient.contiguous()
     dist.all_reduce(whole, group=groups.get_tensor_model_parallel_group())
@@ -412,7 +418,7 @@ def _sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _speak_over(root: nn.Module, group: td.ProcessGroup | None) -> None:
-    """Set the group over which AutoTP's layers and its loss communicate. None removes it."""
+    """Set the process group over which AutoTP's layers and loss communicate; None removes it."""
     for module in root.modules():
         if isinstance(module, TensorParallel_Layer):
             module.mp_group = group

@@ -252,8 +252,7 @@ def _is_transferable(value: Any) -> bool:
 
 
 def _leaves(value: Any, depth: int = 0) -> list[Any]:
-    """Return a value as a flat list: containers (lists, tuples and dictionaries) are replaced by their size and their
-    content.
+    """Return a value as a flat list; lists, tuples and dictionaries are replaced by their size and their content.
 
     A container with too many entries, or nested too deeply, counts as one value.
     """
@@ -337,8 +336,9 @@ def take_state(module: nn.Module, state: Mapping[str, Any], casts: bool = False)
 
 
 def merged(states: Iterable[Mapping[str, Any]]) -> ModuleState:
-    """Merge the states of several modules of the same model. For each module and buffer, the first state with an entry
-    for it counts."""
+    """Merge the states of several modules of the same model. The first state with an entry for a module or buffer
+    counts.
+    """
     found = copy.deepcopy(dict(EMPTY))
     for state in reversed([*states]):
         found["transient"] = sorted({*found["transient"], *state.get("transient", ())})
@@ -375,7 +375,7 @@ def pass_on(old: nn.Module, new: nn.Module, is_resized: bool) -> None:
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Context manager in which a forward pass writes into copies of the buffers, which are dropped at the end.
 
-    The original buffers are put back, and the copies are not written to afterwards, because autograd may have saved one
+    The original buffers are then put back. The copies are not changed afterwards, because autograd may have saved one
     for the backward pass. If the pass itself replaces a buffer, the new buffer stays.
     """
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

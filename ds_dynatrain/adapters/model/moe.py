@@ -134,6 +134,8 @@ def enter_layers(engine: Any, size: int) -> None:
     groups.
 
     Called once the world is installed and the engine's module has this rank's layers.
+
+    size: the expert size.
     """
     parts = list(engine.module.modules())
     layers = layers_with_experts(engine.module)
@@ -179,8 +181,8 @@ def clip(model: nn.Module, limit: float, layout: Layout) -> None:
 def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
     """Context manager in which the gradient norm of ZeRO stages 1 and 2 counts all experts, even with tensor ranks.
 
-    DeepSpeed sums over all ranks, and counts uncut tensors only on tensor index 0, where they stand for copies on the
-    other indices. Experts are uncut, too, but no other rank holds the same part of them.
+    DeepSpeed sums over all ranks, but counts uncut tensors only on tensor index 0, because tensors on the other indices
+    are usually copies. Experts are also uncut, but no other rank holds the same ones.
     """
     marked: list[Any] = [held for held in model.parameters() if is_moe_param(held)] if layout.tensor > 1 else []
     for held in marked:
@@ -193,7 +195,9 @@ def all_counted(model: nn.Module, layout: Layout) -> Iterator[None]:
 
 
 def leave_groups(model: nn.Module) -> None:
-    """Remove the groups of ranks from all layers. A gate accepts new groups only after its old ones are removed."""
+    """Remove the process groups from all layers with experts. A gate accepts new groups only after its old ones are
+    removed.
+    """
     part: Any
     for part in model.modules():
         if isinstance(part, TopKGate | MOELayer):
@@ -251,7 +255,7 @@ def first_dropping_layer(module: nn.Module) -> str | None:
 class NativeShaper(Shaper):
     """Shaper of a model with native experts (`deepspeed.moe`).
 
-    owners: the result of `complete`.
+    owners: a map from each expert parameter's id to the launch process that holds its initial value; see `complete`.
     """
 
     def __init__(
@@ -261,7 +265,7 @@ class NativeShaper(Shaper):
         lists: Lists = (),
         factory: ModelFactory | None = None,
     ) -> None:
-        """Take over a user's model, and give it all experts; see `complete`."""
+        """Take over a user's model, and add the experts that this process has not built; see `complete`."""
         self._template = template_of(model, factory)
         self._cuts: dict[int, Cuts] = {}
         self.owners = complete(model, member, lists)
@@ -293,8 +297,7 @@ class NativeShaper(Shaper):
 
 
 def complete(model: nn.Module, member: int, lists: Lists = ()) -> dict[int, int]:
-    """Give a user's model all experts of its layers. Experts that the user has built on other ranks have no storage
-    here.
+    """Add to the layers of a user's model the experts that were built on other ranks; they have no storage here.
 
     member: the number of this process in the launch.
     lists: the caller's lists of parameters, such as an optimizer's. The parameters of all experts are added to them.
@@ -321,8 +324,9 @@ def complete(model: nn.Module, member: int, lists: Lists = ()) -> dict[int, int]
 
 
 def resize(module: nn.Module, size: int) -> None:
-    """Give layers on the meta device the number of experts that a rank has at an expert size, which must divide the
-    number of all experts.
+    """Give each layer, on the meta device, the number of experts that one rank has.
+
+    size: the expert size, which must divide the number of all experts.
 
     A module without experts, such as some pipeline stages, is left unchanged.
     """
@@ -379,8 +383,10 @@ def _complete_lists(model: nn.Module, lists: Lists) -> None:
 
 
 def cuts_of(whole: nn.Module, size: int) -> Cuts:
-    """Return a map from tensor name to cuts, for a module that has all experts. Raises LayoutError under the same
-    conditions as `check_size`."""
+    """Return a map from tensor name to cuts, for a module that has all experts.
+
+    size: the expert size. Raises LayoutError if it does not divide the experts of every layer.
+    """
     found = dict(layers(whole))
     check_size({name: layer.num_experts for name, layer in found.items()}, size)
     cuts = {name: AxisCuts() for name, _ in whole.named_parameters()}

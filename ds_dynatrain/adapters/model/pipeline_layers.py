@@ -67,8 +67,10 @@ class PipelineTemplate:
 
     @staticmethod
     def of(model: PipelineModule, method: str = PARAMETERS, cut: Cut | None = None) -> PipelineTemplate:
-        """Return the template of a module that has all layers, and make the module build its layers from the template
-        from now on.
+        """Return the template of a module that has all layers. From now on the module builds its layers from the
+        template.
+
+        method, cut: see the fields of the class.
 
         Raises UnsupportedError, naming the part, if the module cannot be cut into stages in more than one way.
         """
@@ -93,8 +95,7 @@ class PipelineTemplate:
         return template
 
     def boundaries(self, layout: Layout) -> Stages:
-        """Return the number of the first layer of each stage, followed by the number of all layers, in DeepSpeed's
-        partition.
+        """Return the first layer of each stage in DeepSpeed's partition, followed by the number of all layers.
 
         Raises LayoutError if a stage would have no layer.
         """
@@ -121,8 +122,8 @@ class PipelineTemplate:
         return tuple(map(int, parts))
 
     def stages(self, layout: Layout) -> dict[str, Stages]:
-        """Return a map from each logical tensor's name to the stages that hold it, in ascending order. A tied tensor
-        has several stages.
+        """Return a map from each logical tensor's name to the stages that hold it, ascending. Tied tensors have several
+        stages.
 
         Raises UnsupportedError, naming the tensor, if a tensor that is not tied would be on several stages.
         """
@@ -145,14 +146,14 @@ class PipelineTemplate:
         return tuple(str(at) if key is None else f"tied_modules.{key}" for at, key in enumerate(self.keys))
 
     def ties(self, layout: Layout) -> dict[str, Stages]:
-        """Return a map from the key of each tied layer to the stages that share it, in DeepSpeed's order: the owner
-        comes first."""
+        """Return a map from the key of each tied layer to the stages that share it, the owner first."""
         holders = self._holders(layout)
         return {key: holders[f"tied_modules.{key}"] for key in sorted(self.tied)}
 
     def layers_by_stage(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the modules on each stage, without functions. A tied module is listed on each of its
-        stages."""
+        """Return the names of the modules on each stage, without functions. A tied module appears on each of its
+        stages.
+        """
         names = [None if layer is None else name for layer, name in zip(self.layers, self.prefixes(), strict=True)]
         pairs = itertools.pairwise(self.boundaries(layout))
         return tuple(tuple(dict.fromkeys(filter(None, names[start:stop]))) for start, stop in pairs)
@@ -221,8 +222,7 @@ def with_builder(spec: Any, build: Callable[[], nn.Module]) -> LayerSpec:
 
 
 def layer_of(name: str) -> str:
-    """Return the part of a parameter's name that identifies its layer: the layer's number, or the key of a tied
-    layer."""
+    """Return the part of a parameter's name that identifies its layer: the layer's number, or a tied layer's key."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
 
@@ -239,8 +239,7 @@ def _trained(layer: nn.Module | None, expert: int = 1) -> int:
 
 
 def _name(spec: Any) -> str | None:
-    """Return the name that DeepSpeed's "type:" method compares with its pattern for a layer; None if the layer has
-    none."""
+    """Return the name of a layer that DeepSpeed's "type:" method compares with its pattern; None if there is none."""
     if isinstance(spec, LayerSpec):
         return str(spec.typename.__name__)
     return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", None)
@@ -275,8 +274,10 @@ def refuse_uncuttable(model: PipelineModule) -> None:
 
 
 def refuse_stage_of_another(model: nn.Module, member: int) -> None:
-    """Raise UnsupportedError if the module was built while the world of another engine, with other ranks, was
-    installed."""
+    """Raise UnsupportedError if the module was built while another engine's world, with other ranks, was installed.
+
+    member: this process's number in the launch.
+    """
     if is_pipeline(model) and model.global_rank != member:
         raise UnsupportedError(
             f"PipelineModule: it was built as rank {model.global_rank} of another engine's world, and this is process "

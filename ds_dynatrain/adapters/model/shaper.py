@@ -103,8 +103,11 @@ def _culprit(module: nn.Module, memo: dict[int, Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Children for a root module, as the children of another module on the meta device, and attributes to set on the
-    root."""
+    """New children for a root module.
+
+    module: a module on the meta device whose children they are.
+    on_root: attributes to set on the root.
+    """
 
     module: nn.Module
     on_root: Mapping[str, Any] = field(default_factory=dict)
@@ -171,7 +174,7 @@ def _moved(hook: Any, heirs: Mapping[int, nn.Module]) -> Any:
 class Shaper:
     """A strategy for distributing a model over ranks. No method is a collective, and none needs a full-size tensor.
 
-    This base class serves models that are distributed only by data and sequence.
+    This base class serves models that only the data and sequence axes distribute.
 
     owners: a map from a parameter's id to the launch process that holds its initial value; process 0 if not listed.
     """

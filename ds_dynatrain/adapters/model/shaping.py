@@ -1,9 +1,10 @@
-"""Shape of a model under the sizes of the pipe, expert and tensor axes: the cuts of its tensors, and its local module.
+"""The shape of a model under the sizes of the pipe, expert and tensor axes: how its tensors are cut, and its local
+module.
 
 There is one shaper for each of DeepSpeed's methods of distributing a model. A change of these sizes, or of a member's
 index on these axes, gives the root module other children. The root itself stays, and with it every reference to the
-root. ZeRO's own cuts follow from numbers in DeepSpeed's configuration, which `rules_of` returns in the form that
-`space` needs.
+root. How ZeRO partitions tensors follows from numbers in DeepSpeed's configuration, which `rules_of` returns in the
+form that `space` needs.
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ def shaper_of(
 
 
 def start_size(axis: str, model: Any, config: Config, asked: int | None) -> int:
-    """Return the initial pipe, tensor or expert size: that of the model or of DeepSpeed's settings if they have one,
-    else `asked`, else 1.
+    """Return the initial size of the pipe, tensor or expert axis.
 
+    This is the size that the model or DeepSpeed's settings already have, else `asked`, else 1.
+
+    axis: the name of the axis.
     asked: the size in `dynatrain.layout`; None if it is not given.
 
     Raises ConfigError if `asked` differs from the size of the model or of DeepSpeed's settings.
@@ -153,7 +156,7 @@ class Children:
         pass_hooks_on(old, new)
 
     def put_back(self, root: nn.Module) -> None:
-        """Give the root these children and tensors again, in place of its current ones."""
+        """Give the root module the recorded children, tensors and attributes again instead of its current ones."""
         root.__dict__.clear()
         root.__dict__.update(_copied(self.attributes))
 
@@ -167,7 +170,8 @@ ALIGNED_BYTES = 16
 
 
 def rules_of(host: Any) -> ZeroRules:
-    """Return the rules that hold for all layouts, from DeepSpeed's own reading of the configuration.
+    """Return the rules by which ZeRO partitions tensors in all layouts, from DeepSpeed's own reading of the
+    configuration.
 
     ZeRO-3's persistent parameters are treated like any others: they are gathered again at their first use. For a
     pipeline in bf16 without ZeRO, DeepSpeed uses its BF16_Optimizer, as it does at stage 1.
@@ -188,8 +192,10 @@ def rules_of(host: Any) -> ZeroRules:
 
 
 def features_of(model: nn.Module, config: Config, mpu: Any) -> Features:
-    """Return the features of a model that determine which layouts it can have (see `support/axes`). DeepSpeed must not
-    have altered the model yet."""
+    """Return the features of a model that determine which layouts it can have (see `support/axes`).
+
+    DeepSpeed must not have altered the model yet.
+    """
     found = {
         PIPELINE: is_pipeline(model),
         EXPERTS: experts.is_on(config),

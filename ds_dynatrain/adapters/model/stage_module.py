@@ -118,7 +118,7 @@ class PipelineShaper(Shaper):
         return {name: replace(cuts[name], stages=held) for name, held in self.template.stages(layout).items()}
 
     def whole(self, root: nn.Module) -> nn.Module:
-        """Return the template's whole model, whichever stage `root` is."""
+        """Return a module with all layers of the model, without storage, whichever stage `root` has."""
         return self.template.whole
 
     def refuse_to_train(self, names: Collection[str]) -> None:
@@ -136,8 +136,9 @@ class PipelineShaper(Shaper):
                 )
 
     def make(self, layout: Layout, rank: int) -> Made | None:
-        """Build AutoEP's layers. Returns None without AutoEP, because DeepSpeed's module then builds its layers
-        itself."""
+        """Build the children of a rank if AutoEP is on. Returns None otherwise, because DeepSpeed then builds the
+        layers itself.
+        """
         return Made(self.autoep.dealt(layout.expert, layout.expert_place(rank)[0])) if self.autoep else None
 
     def reshape(self, root: nn.Module, layout: Layout, made: Made | None = None) -> None:
@@ -192,7 +193,10 @@ def reshape(
 
 
 def build_layers(root: PipelineModule, parts: Sequence[int], stage: int) -> None:
-    """Have DeepSpeed build the layers of a stage the way its constructor does. The previous layers are dropped."""
+    """Make DeepSpeed build the layers of a stage the way its constructor does. The previous layers are dropped.
+
+    parts: the first layer of each stage, followed by the number of layers.
+    """
     layers = {"tied_modules", *root.fwd_map}
     root.__dict__["_modules"] = {name: child for name, child in root._modules.items() if name not in layers}
     root.num_stages, root.stage_id, root.parts = len(parts) - 1, stage, list(parts)
@@ -275,7 +279,7 @@ class StageExperts(Conversion):
         empty = {layer_of(name) for name, held in model.named_parameters() if is_stand_in(held)}
 
         def emptied(made: nn.Module) -> None:
-            """Free the memory of the new experts `made` if their layer had no memory before."""
+            """Free the memory of the experts in the new layer `made` if the layer that it replaces had no memory."""
             name = next(name for name, part in model.named_modules() if part is made)
             for held in made.parameters() if layer_of(name) in empty else ():
                 held.data = stand_in(held.shape, held.dtype, held.device)
@@ -309,14 +313,14 @@ Exchange = Callable[[Any], Mapping[int, Any]]
 
 
 def put_together(model: Any, lists: Lists, exchange: Exchange) -> dict[int, int]:
-    """Give a module that was built in stages all its layers, and return a map from each parameter's id to the process
-    that holds its initial value.
+    """Give a module that was built in stages all its layers. Other modules are left unchanged.
+
+    Returns a map from each parameter's id to the process that holds its initial value; {} for other modules. The
+    module's `parts` stay as the user built them.
 
     lists: the caller's lists of parameters, such as those of an optimizer's groups. Each process has listed only its
         own stage's parameters; those of all stages are added in place.
-
-    For any other module the map is empty, and the module is left unchanged. The module's `parts` stay as the user built
-    them.
+    exchange: function that posts a record and returns the records of all processes.
 
     Raises ConfigError if processes have different numbers of lists, and UnsupportedError if the module cannot be
     merged.
@@ -373,8 +377,10 @@ def _built(spec: LayerSpec, number: int, dtype: torch.dtype | None) -> nn.Module
 
 
 def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> None:
-    """Extend each list with the parameters that any process has in its list of the same number, in the module's
-    order."""
+    """Extend each list with the parameters that any process has in its list of the same number, in the module's order.
+
+    records: the records of all processes, keyed by launch number.
+    """
     place: dict[str, int] = {}
     for member, record in sorted(records.items()):
         if len(record["lists"]) != len(records[0]["lists"]):
@@ -397,7 +403,7 @@ def _list_all(model: nn.Module, lists: Lists, records: Mapping[int, Any]) -> Non
 
 
 def _equal_buffers(model: nn.Module, owners: Mapping[str, int], records: Mapping[int, Any]) -> None:
-    """Set each buffer to the value that the layer's owner has, because a constructor may have drawn the value at
+    """Set each buffer to the value on the process that owns its layer, because a constructor may have drawn it at
     random.
 
     Afterwards all buffers are on the device, like those of the process's own stage.

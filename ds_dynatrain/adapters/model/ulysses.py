@@ -1,9 +1,9 @@
-"""Ulysses sequence parallelism: layers that exchange heads for sequence parts, and the related state of DeepSpeed's
-engine.
+"""Ulysses sequence parallelism: layers that exchange heads for sequence parts, and the state of DeepSpeed's engine for
+it.
 
-Each sequence rank has its part of the same samples. ZeRO cuts and reduces over data x sequence, so sequence ranks hold
-shards in the same way as data ranks. An attention layer exchanges over the group in its attribute `spg`; in a group of
-one rank the exchange is a copy.
+Each sequence rank has its part of the same samples. ZeRO partitions and reduces over data x sequence, so sequence ranks
+hold shards in the same way as data ranks. An attention layer exchanges over the group in its attribute `spg`; in a
+group of one rank the exchange is a copy.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ GETTERS = ("get_sequence_parallel_group", "get_sequence_parallel_rank", "get_seq
 
 
 def spread_layers(module: nn.Module) -> Iterator[tuple[str, DistributedAttention]]:
-    """Yield (name, layer) for each layer that exchanges heads for sequence parts, even if it is not a registered
-    submodule."""
+    """Yield (name, layer) for each layer that exchanges heads for sequence parts, even if it is no registered
+    submodule.
+    """
     for name, part in module.named_modules():
         if isinstance(part, DistributedAttention):
             yield name, part
@@ -61,7 +62,7 @@ def first_size(mpu: Any, wanted: int | None) -> int:
 
 
 def enter(engine: Any, world: World, layout: Layout) -> None:
-    """Set what DeepSpeed's constructor sets for this axis, and give the layers their group."""
+    """Set in the engine what DeepSpeed's constructor sets for the sequence axis, and give the layers their group."""
     for _, layer in spread_layers(engine.module):
         layer.spg = world.group("sequence")
     engine.sequence_parallel_size = layout.sequence
@@ -72,7 +73,7 @@ def enter(engine: Any, world: World, layout: Layout) -> None:
 
 
 def leave(engine: Any) -> None:
-    """Release the sequence group, on a member that no longer holds a rank."""
+    """Release the process group of the sequence axis, on a member that no longer holds a rank."""
     for _, layer in spread_layers(engine.module):
         layer.spg = None
     engine.__dict__.pop("seq_parallel_group", None)

@@ -1,1 +1,1 @@
-"""Differences between versions of torch and DeepSpeed, and helpers that patch either. Imports no other adapter."""
+"""Differences between versions of torch and DeepSpeed, and helpers that patch them. Imports no other adapter."""

@@ -32,7 +32,11 @@ Names = Mapping[str, str]
 
 @dataclass(frozen=True)
 class RefusedKey:
-    """Reason to refuse a key of the configuration in one series. The values in `harmless` are accepted."""
+    """A key of the configuration that one series of DeepSpeed versions refuses.
+
+    reason: why it is refused.
+    harmless: values of the key that are accepted.
+    """
 
     reason: str
     harmless: tuple[object, ...] = (None, False, {}, "auto")
@@ -207,16 +211,16 @@ def refuse_for_series(config: Mapping[str, Any]) -> None:
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedError for one of DeepSpeed's own optimizers if these were not tested with the installed
-    series."""
+    """Raise UnsupportedError for DeepSpeed's own optimizers if they were not tested with the installed series."""
     kind = type(optimizer)
     if not present().is_newest and kind.__module__.startswith("deepspeed."):
         raise UnsupportedError(f"optimizer {kind.__name__}: {UNTRIED}, or take torch's (`torch_adam`: true)")
 
 
 def refuse_axes(layout: Layout) -> None:
-    """Raise SwitchRefused for a layout that uses an axis other than data, if other axes were not tested with the
-    installed series."""
+    """Raise SwitchRefused for a layout with an axis other than data, if such axes were not tested with the installed
+    series.
+    """
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
     if wide and not present().is_newest:
         raise SwitchRefused(
@@ -289,7 +293,7 @@ def configure_python_gc(engine: Any) -> None:
 
 
 def aligns_parameters(engine: Any) -> bool:
-    """Return whether stages 1 and 2 leave room between parameters (`parameter_alignment`, since DeepSpeed 0.19)."""
+    """Return whether stages 1 and 2 may leave gaps between parameters (`parameter_alignment`, since DeepSpeed 0.19)."""
     return hasattr(engine, "zero_parameter_alignment") and bool(engine.zero_parameter_alignment())
 
 

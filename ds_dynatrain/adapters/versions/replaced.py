@@ -1,4 +1,4 @@
-"""Temporary replacement of an attribute of DeepSpeed or torch, and methods that pass calls on."""
+"""Temporary replacement of attributes of DeepSpeed or torch, and methods that forward calls to another object."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def check_torch(version: str | None = None, names: Mapping[str, str] = NAMES) ->
 
 
 def has(module: str, name: str) -> bool:
-    """Return whether a module can be imported and has a name, which may be dotted."""
+    """Return whether the given module can be imported and has the given name, which may be dotted."""
     try:
         held: object = importlib.import_module(module)
         for part in name.split("."):

@@ -1,4 +1,4 @@
-"""ZeRO: where DeepSpeed's optimizers keep their state, and how this state is detached and restored.
+"""Adapters to ZeRO: where DeepSpeed's optimizers keep their state, and how this state is detached and restored.
 
-Start with `zero_stage`. Imports `groups` and `versions`.
+Begin reading at `zero_stage`. This package may import only `groups` and `versions`.
 """

@@ -34,10 +34,12 @@ class BatchSizes:
 
     @staticmethod
     def of(config: dict[str, Any], data: int, in_leaves: bool = False) -> BatchSizes:
-        """Return the three sizes, completed by DeepSpeed's own rules, except that data ranks need not divide the batch
-        evenly.
+        """Return the batch sizes of a configuration, completed by DeepSpeed's own rules.
+
+        Unlike in DeepSpeed, data ranks need not divide the batch evenly.
 
         data: the number of data ranks.
+        in_leaves: whether micro-batches hold the same samples in every world.
 
         Raises ConfigError, with the arithmetic, if all three sizes are given and disagree, or if neither batch size is
         given.

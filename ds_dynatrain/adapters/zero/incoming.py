@@ -88,8 +88,10 @@ def refuse_undrawable(model: nn.Module, param_init_fn: ParamInit | None) -> None
 
 
 def swap_in(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Give a parameter data on another device. Optimizers and modules refer to the parameter object, which stays the
-    same."""
+    """Replace a parameter's data with a tensor that may be on another device.
+
+    The parameter object, to which optimizers and modules refer, stays the same.
+    """
     other = nn.Parameter(data, requires_grad=parameter.requires_grad)
     other.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, other)
@@ -106,7 +108,7 @@ def draw(
 
     seed: string that determines the random values.
     types: a map from a parameter's id to the element type of its value.
-    init: function to call in place of the module's `reset_parameters`.
+    init: function to call instead of the module's `reset_parameters`.
 
     The memory is released at the end. Raises UnsupportedError if the module does not set one of the parameters.
     """
@@ -217,7 +219,7 @@ class Incoming:
 
     @property
     def draws(self) -> bool:
-        """Whether members themselves initialize some of the parameters."""
+        """Whether some parameters have no values yet and are initialized by each member itself."""
         return META in self.forms.values()
 
     @property
@@ -298,8 +300,10 @@ def fill(
     incoming: Iterator[tuple[nn.Parameter, torch.Tensor]],
     numbers: dict[int, int],
 ) -> None:
-    """Copy the shard that `rank` holds of each parameter's weight and master from the parameter's whole value.
+    """Fill a rank's buffers: copy its shard of each parameter's weight and master from the parameter's whole value.
 
+    buffers: the buffers of `rank`.
+    incoming: pairs of a parameter and its whole value.
     numbers: a map from a parameter's id to its tensor's number.
 
     A master is made from the value in the weight's element type.
@@ -341,7 +345,7 @@ def _gathered(part: torch.Tensor, launch: LaunchWorld, places: list[int]) -> tor
 
 
 def refuse_cut(model: nn.Module, beside: bool) -> None:
-    """Raise UnsupportedError, naming a parameter that is not partitioned over the processes that start the job.
+    """Raise UnsupportedError, naming the parameter, if one is not partitioned over the processes that start the job.
 
     beside: whether this process already has an engine, in which case the group of all starting processes is gone.
     """
@@ -362,7 +366,7 @@ def refuse_cut(model: nn.Module, beside: bool) -> None:
 
 
 def _is_left(each: Any) -> bool:
-    """Return whether an earlier engine of this package has partitioned a parameter over groups that no longer exist."""
+    """Return whether a parameter is still partitioned over groups of an earlier engine, which no longer exist."""
     return not is_known(each.ds_process_group)
 
 

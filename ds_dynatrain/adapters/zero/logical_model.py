@@ -103,7 +103,8 @@ class ModelMap:
         """Return the map of the same parameters in other optimizer groups.
 
         groups: names of the tensors in each group.
-        requires_grad: names of the parameters that require a gradient from now on. Their flags are not set here.
+        requires_grad: names of the parameters that require a gradient from now on. Their `requires_grad` is not set
+            here.
 
         Frozen tensors keep their order.
         """

@@ -1,13 +1,13 @@
-"""The loss scale of fp16. The fields of DeepSpeed's three loss scalers get common names here, so that a switch can
-transfer them.
+"""The loss scale of fp16. The fields of DeepSpeed's three loss scalers get common names, so that a switch can transfer
+them.
 
 A field that the current optimizer does not have (stage 0 has no hysteresis, a plain torch optimizer no scaler) is kept
 on the engine, and restored when a later layout has it.
 
 Gradients weighted by token counts are divided at the point where DeepSpeed divides by its loss scale, before clipping.
 If token counts differ, the mean of the micro-batches' means is not the mean over all tokens. So each micro-batch's mean
-loss is multiplied by its own count. At the end of the window the accumulated gradient, which DeepSpeed has divided by
-the number of micro-batches, is divided by the mean number of tokens per micro-batch.
+loss is multiplied by its own count. Before the step, the accumulated gradient, which DeepSpeed has divided by the
+number of micro-batches, is divided by the mean number of tokens per micro-batch.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ OF_BF16_OPTIMIZER = {"overflow": "overflow"}
 
 
 def places(optimizer: Any) -> dict[str, tuple[Any, str]]:
-    """Return where an optimizer keeps each loss-scale field that it has: a map from field to (object, name of the
-    attribute)."""
+    """Return where an optimizer keeps its loss-scale fields, as a map from field to (object, name of the attribute)."""
     if isinstance(optimizer, BF16_Optimizer):
         names: Mapping[str, str] = OF_BF16_OPTIMIZER
     else:
@@ -107,8 +106,7 @@ def plain(value: Any) -> Any:
 
 
 def forgotten_scale(engine: Any) -> float:
-    """Return the factor by which DeepSpeed should have multiplied the loss but does not: the loss scale, or 1 if
-    nothing is missing.
+    """Return the factor by which DeepSpeed fails to multiply the loss: the loss scale, or 1 if nothing is missing.
 
     In DeepSpeed 0.19.8, `engine.backward` scales the loss only for ZeRO optimizers, but at stage 0 in fp16
     FP16_UnfusedOptimizer and FP16_Optimizer still divide gradients by the scale. In a DeepSpeed without `engine.scale`,
@@ -122,11 +120,10 @@ def forgotten_scale(engine: Any) -> float:
 
 @contextmanager
 def true_norm(engine: Any) -> Iterator[None]:
-    """Context manager in which FP16_UnfusedOptimizer's step reports the norm of the unscaled gradients, as all other
-    optimizers do.
+    """Context manager in which a step of FP16_UnfusedOptimizer reports the norm of the unscaled gradients.
 
-    By itself that optimizer takes the norm before it divides the gradients by the loss scale (and by the number of
-    tokens).
+    All other optimizers do so. By itself this one takes the norm before it divides the gradients by the loss scale (and
+    by the number of tokens).
     """
     optimizer = engine.optimizer
     divisor = float(optimizer.loss_scale_config.cur_scale) if isinstance(optimizer, FP16_UnfusedOptimizer) else 1.0
@@ -140,11 +137,10 @@ def true_norm(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def norm_before_growth(engine: Any) -> Iterator[None]:
-    """Context manager in which stage 3's step reports the norm divided by the loss scale of that same step, as stages 1
-    and 2 do.
+    """Context manager in which stage 3's step divides the norm that it reports by the loss scale of the same step.
 
     At stage 3, DeepSpeed 0.19.8 divides the norm by the loss scale of the next step, which differs if the scale has
-    just grown.
+    just grown. Stages 1 and 2 use that of the same step.
     """
     optimizer = engine.optimizer
     before = float(optimizer.loss_scale)

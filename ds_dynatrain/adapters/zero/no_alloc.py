@@ -100,7 +100,7 @@ def _outline(
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of one element that has the full shape. It can be cut and described but must not be read."""
+    """Return a tensor of one element with the given shape. It can be cut and described but must not be read."""
     return torch.empty(1, dtype=dtype, device=device).expand(tuple(shape))
 
 

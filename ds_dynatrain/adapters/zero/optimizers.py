@@ -258,8 +258,10 @@ def refuse_optimizer_layout(
 
 
 def _refuse_muon(config: Config, layout: Layout, present: Layout | None) -> None:
-    """Raise SwitchRefused if Muon cannot work in a layout, or would work differently: another algorithm, or another
-    type or partition of its momentum."""
+    """Raise SwitchRefused if Muon cannot work in a layout, or would work differently in it.
+
+    It works differently if its algorithm, or the type or partition of its momentum, changes.
+    """
     stage, apart, axes = layout.zero_stage, gradients_apart(config), layout.axes()
     wide = [f"{axis}={axes[axis]}" for axis in ("pipe", "expert") if axes[axis] > 1]
     reasons = (
@@ -331,8 +333,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def _refuse_by_name(cls: type) -> None:
-    """Raise UnsupportedError for an optimizer class that no rule could describe correctly, judging by its name and
-    package."""
+    """Raise UnsupportedError if the name or package of an optimizer class shows that no rule can describe it."""
     if any(base.__module__.partition(".")[0] in ("bitsandbytes", "torchao") for base in cls.__mro__):
         raise UnsupportedError(f"optimizer {full_name(cls)}: {_NOT_PER_ELEMENT} (quantized in blocks); use AdamW")
     reason = REFUSED.get(cls.__name__.lower())

@@ -93,8 +93,10 @@ def further_streams() -> dict[str, str]:
 
 
 def restore_further_streams(streams: Mapping[str, str]) -> None:
-    """Restore random streams from `further_streams`. Other streams in the tracker of activation checkpointing are
-    removed."""
+    """Restore random streams from the result of `further_streams`.
+
+    Other streams in the tracker of activation checkpointing are removed.
+    """
     tracked: dict[str, torch.Tensor] = {}
     for name, held in streams.items():
         state = torch.from_numpy(_array(held, np.uint8))
@@ -112,8 +114,7 @@ def seed_accelerator(seed: int) -> None:
 
 
 def is_of_tensor_index(name: str) -> bool:
-    """Return whether a random stream belongs to the tracker of activation checkpointing, whose streams are meant to
-    differ between tensor ranks."""
+    """Return whether a random stream differs between tensor ranks, as those of activation checkpointing do."""
     return name.startswith(_TRACKED)
 
 

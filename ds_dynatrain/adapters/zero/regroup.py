@@ -51,7 +51,7 @@ class Regrouping:
         return [group.origin for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record in the form in which registrations and checkpoints store it."""
+        """Return this record in the form in which registrations and checkpoints store it: plain JSON."""
         return cast("dict[str, Any]", to_record(self))
 
     @staticmethod
@@ -170,7 +170,7 @@ def refuse_changes(host: Any) -> None:
 
 
 def _foreign_parameter(model: ModelMap, module: nn.Module) -> str | None:
-    """Return a description of a parameter that is not the object that was registered; None if all are."""
+    """Return a description of a parameter that is not the object that was registered; None if there is none."""
     present = set()
     for name, parameter in module.named_parameters():
         if id(parameter) not in model.numbers:
@@ -190,7 +190,13 @@ def _asked(
     model: ModelMap,
     optimizer: torch.optim.Optimizer,
 ) -> NewGroup:
-    """Check one requested group and return it. Raises SwitchRefused, with the reason, if it cannot be added."""
+    """Check one requested optimizer group and return it. Raises SwitchRefused, with the reason, if it cannot be added.
+
+    names: the names of the group's parameters.
+    rest: the group's other entries.
+    now: a map from tensor name to whether it requires a gradient after the change.
+    trained: the names of the tensors that were trained before.
+    """
     more = dict(rest)
     like = more.pop(LIKE, None)
     if not names:
@@ -256,7 +262,10 @@ def lists_per_group(scheduler: Any, groups: int) -> Lists:
 
 
 def follow(lists: Lists, origins: Sequence[int]) -> None:
-    """Adjust schedulers' lists: give each list one entry per new group, copied from the entry of the group's origin."""
+    """Adjust schedulers' lists to new optimizer groups: each new entry is a copy of the entry of the group's origin.
+
+    origins: for each new group, the number of the existing group that it continues or copies.
+    """
     for scheduler, name, held in lists:
         setattr(scheduler, name, [held[origin] for origin in origins])
 

@@ -1,4 +1,5 @@
-"""The kinds of `ZeroStage`. The kind of a DeepSpeed optimizer is chosen by its class rather than its number.
+"""The classes of `ZeroStage`. The one for a DeepSpeed optimizer is chosen by the optimizer's class, not by its stage
+number.
 
 | class | its groups |
 |---|---|
@@ -116,7 +117,7 @@ class ReplicatedStage(ZeroStage):
         return buffers, scalars
 
     def census(self) -> list[Found]:
-        """Return the whole tensors, where the parameters and the masters lie."""
+        """Return where whole tensors lie: the parameters, and the masters that the optimizer steps."""
         rows = super().census()
         for number, master in enumerate(self._masters()):
             rows += rows_of(MASTER, master, [(number, 0, master.numel())])
@@ -148,7 +149,9 @@ class FlatGroups(ZeroStage):
     each group."""
 
     def slots(self, group: int) -> Slots:
-        """Return the slots of a group's tensors, read from DeepSpeed's own bookkeeping."""
+        """Return (tensor number, position, number of elements) for each tensor of a group, from DeepSpeed's own
+        records.
+        """
         return end_to_end(self.model, getattr(self.zero, self.tensors)[group])
 
     def stepped(self) -> Iterator[Stepped]:
@@ -165,7 +168,8 @@ class FlatGroups(ZeroStage):
             self.model.parameters[number].data = flat.narrow(0, at, numel).view(self.model.tensors[number].shape)
 
     def census(self) -> list[Found]:
-        """Return weights as whole tensors at the parameters' addresses, and masters in DeepSpeed's order in a group.
+        """Return where weights and masters lie: whole weights at the parameters' addresses, masters in the order of the
+        group.
 
         Moments that are kept for whole tensors are listed in the order in which DeepSpeed reads them. Offloaded
         gradients are listed at the positions to which the reduction copies them (`grad_position`).
@@ -190,7 +194,7 @@ class FlatGroups(ZeroStage):
         return rows
 
     def refill(self, buffers: Buffers, scalars: Scalars) -> None:
-        """Put buffers in as in every stage. Also link parameters to their parts of the masters, and masters to moments.
+        """Put buffers into the optimizer. Also link parameters to their parts of the masters, and masters to moments.
 
         DeepSpeed would link moments only in the next step, and until then `safe_get_full_optimizer_state` would not
         find them. FP16_Optimizer has no such links.
@@ -216,7 +220,9 @@ class FlatStages(FlatGroups):
     flats, masters, tensors = "bit16_groups_flat", "single_partition_of_fp32_groups", "round_robin_bit16_groups"
 
     def slots(self, group: int) -> Slots:
-        """Return the slots of a group's tensors in the flat order that DeepSpeed's reduction uses."""
+        """Return (tensor number, position, number of elements) for each tensor, in the flat order that DeepSpeed's
+        reduction uses.
+        """
         ordered = zip(self.zero.round_robin_bit16_groups[group], flat_offsets(self.zero, group), strict=True)
         return [(self.model.numbers[id(each)], offset, each.numel()) for each, offset in ordered]
 
@@ -339,9 +345,9 @@ STAGES: tuple[tuple[type, type[ZeroStage]], ...] = (
 
 
 def stage_of(engine: Any, model: ModelMap) -> ZeroStage:
-    """Return the stage of an engine's current optimizer, over the engine's parameters.
+    """Return the `ZeroStage` object for an engine's current optimizer, over the engine's parameters.
 
-    Raises UnsupportedError, naming the class, if there is none.
+    Raises UnsupportedError, naming the optimizer's class, if it is not known.
     """
     for kind, stage in STAGES:
         if isinstance(engine.optimizer, kind):
@@ -411,7 +417,7 @@ def count_empty_experts(optimizer: Any, model: ModelMap) -> None:
 
 @contextmanager
 def stage_without_gradients(optimizer: Any) -> Iterator[None]:
-    """Context manager in which a pipeline stage without gradients adds 0 to the norm. DeepSpeed would fail there."""
+    """Context manager in which a pipeline stage without gradients adds 0 to the norm, where DeepSpeed would fail."""
     own = optimizer.get_grads_for_norm
 
     def at_least_one(for_clipping: bool = False) -> Any:

@@ -26,8 +26,14 @@ Buffers = dict[tuple[str, BufferId], torch.Tensor]
 
 
 class Found(NamedTuple):
-    """One row of a census, which records where elements lie: `numel` elements of tensor number `tensor`, from row-major
-    index `start`, at `address`."""
+    """One row of a census, which records where elements of a tensor lie in memory.
+
+    kind: the state kind.
+    tensor: the number of the tensor.
+    start: the row-major index of the first element in the tensor.
+    numel: the number of elements.
+    address: the address of the first element.
+    """
 
     kind: str
     tensor: int

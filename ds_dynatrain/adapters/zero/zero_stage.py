@@ -57,7 +57,7 @@ class Stepped(NamedTuple):
 
 
 class ZeroStage(ABC):
-    """One kind of DeepSpeed optimizer: where its state lies, and how it is detached from a module and restored."""
+    """A kind of DeepSpeed optimizer: where its state lies, and how it is detached from a module and restored."""
 
     def __init__(self, engine: Any, model: ModelMap) -> None:
         self.engine, self.model, self.zero, self.basic = engine, model, engine.optimizer, engine.basic_optimizer
@@ -74,7 +74,7 @@ class ZeroStage(ABC):
         """Make the weights of a master, and the parameters' views of them, use the memory of the given buffer."""
 
     def describe(self) -> tuple[Buffers, Scalars]:
-        """Return the live flat buffers and scalars on this rank."""
+        """Return the current flat buffers and scalars on this rank."""
         buffers: Buffers = {}
         scalars = Scalars()
         for each in self.stepped():
@@ -91,7 +91,9 @@ class ZeroStage(ABC):
         return buffers, scalars
 
     def census(self) -> list[Found]:
-        """Return where the elements of each parameter lie, by DeepSpeed's own bookkeeping, which omits most moments."""
+        """Return where the elements of each parameter lie in memory, from DeepSpeed's own records, which omit most
+        moments.
+        """
         rows: list[Found] = []
         for number, parameter in enumerate(self.model.parameters):
             rows += rows_of(WEIGHT, parameter, [(number, 0, parameter.numel())])
@@ -170,8 +172,8 @@ def is_empty_group(model: ModelMap, group: int) -> bool:
 
 
 def fill_empty_groups(optimizer: torch.optim.Optimizer, model: ModelMap) -> dict[nn.Parameter, str]:
-    """Give each empty optimizer group one element that belongs to no tensor, because DeepSpeed refuses groups without
-    elements.
+    """Give each optimizer group without elements one element that belongs to no tensor, because DeepSpeed refuses empty
+    groups.
 
     The element is stepped like any other (without ZeRO see `stages.count_empty_groups`), so a group's step counts are
     the same on all pipeline stages.
@@ -267,8 +269,9 @@ def common_scalars(scalars: Scalars, tensors: list[int], where: str) -> dict[str
 
 
 def level_counts(optimizer: torch.optim.Optimizer, scalars: Scalars, groups: Sequence[int]) -> None:
-    """Set each tensor's step count to the highest one in its group, if the optimizer counts on one tensor for the whole
-    group.
+    """Set each tensor's step count to the highest one in its group.
+
+    Does nothing unless the optimizer counts on one tensor for the whole group.
 
     groups: the optimizer group of each tensor number.
     """
