@@ -413,7 +413,7 @@ class Balancer:
         return averaged.profile(self._model.layers(), source, experts)
 
     def _expert_rows(self) -> Mapping[str, ExpertRows]:
-        """Return the present rows of each layer whose experts are timed, in the order of the model."""
+        """Return, for each layer whose experts are timed, the experts at each index of the expert axis."""
         engine = self._engine
         return engine.host.shaper.autoep.rows(engine.layout) if self._settings.experts else {}
 
@@ -484,10 +484,10 @@ def _experts_of(meter: ExpertMeter | None) -> dict[str, ExpertTimes]:
 
 @dataclass(frozen=True, eq=False)
 class _Told:
-    """The messages of some ranks.
+    """The combined messages of some ranks at the end of a window.
 
-    timed: those of each rank.
-    experts: the experts of each layer, summed over the ranks.
+    timed: the message of each rank.
+    experts: the measurements of each layer's experts, summed over these ranks.
     """
 
     timed: Mapping[str, _Timed]
@@ -495,7 +495,7 @@ class _Told:
 
 
 def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Combine two records of `_Told` into one."""
+    """Combine the messages of two sets of ranks (records of `_Told`) into one record."""
     first, second = from_record(_Told, one), from_record(_Told, other)
     both = {name: each.plus(second.experts[name]) for name, each in first.experts.items() if name in second.experts}
     experts = {**first.experts, **second.experts, **both}

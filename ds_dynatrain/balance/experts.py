@@ -15,16 +15,16 @@ from ds_dynatrain.balance.profile import ExpertCost, ExpertRows, Profile
 from ds_dynatrain.space.layout import ExpertMap, Layout
 
 LEAST_SWAP = 0.002
-"""Smallest fall of the busiest index's tokens for which two experts are swapped, as a fraction of the mean."""
+"""Smallest decrease of the busiest index's tokens, as a fraction of the mean, for which two experts are swapped."""
 
 
 @dataclass(frozen=True)
 class ExpertBalance:
     """The distribution of one layer's tokens: the most tokens of an index, divided by the mean over all indices.
 
-    present: the ratio with the present map of experts.
-    proposed: the ratio with the proposed map.
-    bound: a lower bound of the ratio with any map, because the largest expert has so many tokens alone; at least 1.
+    present: the ratio under the current map of experts.
+    proposed: the ratio under the proposed map.
+    bound: a lower bound on the ratio under any map, because the largest expert cannot be divided; at least 1.
     """
 
     name: str
@@ -40,7 +40,11 @@ class ExpertBalance:
 
 
 def rows_of(layout: Layout, layer: int, experts: int) -> ExpertRows:
-    """Return the rows of a layer with this many experts; without a map, the first index has the first experts."""
+    """Return the experts at each index of the expert axis. Without a map, the first index has the first experts.
+
+    layer: the number of the layer among those with experts.
+    experts: the number of experts in the layer.
+    """
     if layout.experts is not None:
         return layout.experts[layer]
     size = experts // layout.expert
@@ -48,9 +52,10 @@ def rows_of(layout: Layout, layer: int, experts: int) -> ExpertRows:
 
 
 def busiest(shares: Sequence[float], rows: ExpertRows) -> float:
-    """Return the most tokens of an index, divided by the mean over all indices; 1 if there are no tokens.
+    """Return the most tokens of an index of the expert axis, divided by the mean; 1 if there are no tokens.
 
     shares: each expert's share of the tokens.
+    rows: the experts at each index.
     """
     loads = np.array(shares)[np.array(rows)].sum(axis=1)
     mean = float(loads.mean())
@@ -58,9 +63,13 @@ def busiest(shares: Sequence[float], rows: ExpertRows) -> float:
 
 
 def swapped(shares: Sequence[float], rows: ExpertRows) -> ExpertRows:
-    """Return the rows after swaps between the busiest index and any other one, until no swap helps.
+    """Swap experts between the busiest index of the expert axis and another one until no swap helps; return the new
+    rows.
 
     Each swap is the one that leaves the fewest tokens on the busier of its two indices.
+
+    shares: each expert's share of the tokens.
+    rows: the experts at each index.
     """
     held, tokens = np.array(rows), np.array(shares)
     while True:
@@ -78,7 +87,7 @@ def swapped(shares: Sequence[float], rows: ExpertRows) -> ExpertRows:
 def better_map(profile: Profile, layout: Layout, least_gain: float) -> ExpertMap | None:
     """Return the map of experts after swaps in each layer whose busiest index would get clearly fewer tokens.
 
-    least_gain: the smallest fall of a layer's time for which the layer changes, as a fraction of that time.
+    least_gain: the smallest saving for which a layer changes, as a fraction of the layer's time.
     """
     found = []
     for layer, cost in enumerate(profile.experts):
@@ -111,12 +120,15 @@ def measured_balances(profile: Profile) -> tuple[ExpertBalance, ...]:
 
 
 def bound(cost: ExpertCost, indices: int) -> float:
-    """Return the lower bound of `busiest` for any map on this many indices: the largest expert cannot be divided."""
+    """Return the lower bound of `busiest` under any map: the largest expert cannot be divided.
+
+    indices: the size of the expert axis.
+    """
     return max(1.0, max(cost.tokens) * indices / total) if (total := sum(cost.tokens)) else 1.0
 
 
 def with_experts(profile: Profile, layout: Layout) -> Profile:
-    """Return the profile whose layers take as long as on the rank with the most tokens, in this layout."""
+    """Return a profile in which layers take as long as on the rank with the most tokens under this layout."""
     if not profile.experts or layout.expert == 1:
         return profile
     layers = list(profile.layers)

@@ -36,7 +36,7 @@ Bytes = Annotated[int, Field(ge=0, lt=2**53)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0)]
 ExpertRows = tuple[tuple[int, ...], ...]
-"""The experts of each index of the expert axis, in one layer."""
+"""For each index of the expert axis in one layer: the numbers of the experts at this index."""
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
 
@@ -101,10 +101,10 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ExpertCost:
-    """The experts of one layer, as measured. Raises ProfileError for a value that cannot be.
+    """The measured experts of one layer. Raises ProfileError for an impossible value.
 
-    layer: the number of the layer of the profile that contains them. Its seconds include those of a rank's experts with
-        the mean number of tokens.
+    layer: the number, in the profile, of the layer that contains the experts. The layer's seconds include those of a
+        rank's experts with the mean number of tokens.
     forward_seconds: the forward pass of such a rank's experts, for one micro-batch.
     backward_seconds: the backward pass of such a rank's experts, for one micro-batch.
     tokens: each expert's share of the tokens.
@@ -121,7 +121,7 @@ class ExpertCost:
     _check = model_validator(mode="wrap")(_naming_field)
 
     def __post_init__(self) -> None:
-        """Raise ProfileError unless each expert is in one row, and all rows are of one length."""
+        """Raise ProfileError unless each expert is in exactly one row, and all rows have the same length."""
         if len({*map(len, self.rows)}) > 1 or sorted(sum(self.rows, ())) != [*range(len(self.tokens))]:
             raise ProfileError(
                 f"rows {self.rows} do not deal {len(self.tokens)} experts evenly; give equally long rows that name "
@@ -200,7 +200,7 @@ class Profile:
         return np.array([layer.kind_bytes.get(kind, 0) for layer in self.layers], dtype=np.int64)
 
     def to_json(self) -> str:
-        """Return the profile as JSON text, from which `from_json` restores every digit."""
+        """Return the profile as JSON text, from which `from_json` restores it exactly."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod

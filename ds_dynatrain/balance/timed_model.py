@@ -1,4 +1,4 @@
-"""The layers that are timed.
+"""The layers that the balancer times.
 
 In a pipeline these are the layers of its stages. In a model without stages they are the modules that the user named and
 the rest of the model, or the whole model if no module is named.
@@ -26,7 +26,7 @@ WHOLE, REST = "model", "rest"
 
 
 class TimedModel:
-    """The layers of a model without stages: the modules with these names, then the rest of the model as one layer.
+    """The layers of a model without stages: the modules that the user named, then the rest of the model as one layer.
 
     Without names the whole model is one layer; its time is enough to find slow members.
     """
@@ -73,7 +73,9 @@ class TimedModel:
         return next(inside, len(self._modules))
 
     def layers(self) -> list[LayerCost]:
-        """Return all layers of the model with their bytes, but without times. The parameters registered now count."""
+        """Return all layers of the model with their bytes, but without times. Only currently registered parameters
+        count.
+        """
         vps, found = self._engine.vps, list[LayerCost]()
         kinds = [vps.kind(kind) for kind in vps.present_kinds()]
         for name, tensors in zip(self._names(), self._tensors(), strict=True):

@@ -1,4 +1,4 @@
-"""The timings of all ranks in one window, and the mean over windows.
+"""The timings of all ranks in one window (a number of timed steps), and the mean over windows.
 
 A rank has one row for each layer of its stage, with the columns of `COLUMNS` (float64): medians over micro-batches. The
 rows of all ranks are merged into one window. Windows are averaged as long as costs stay the same. The mean is restarted
@@ -107,13 +107,16 @@ class Busy:
 
 
 FADING = 0.5
-"""Weight of the tokens that were counted until a window, in the next one. A window counts those of all steps since the
-last one, so its counts are exact, and older ones are of other routes."""
+"""Weight that earlier token counts keep when a new window is added.
+
+Counts of a window are exact, because it counts the tokens of all steps since the last one, and earlier counts belong to
+other routes.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertTimes:
-    """The experts of one layer in a window.
+    """Measurements of the experts of one layer in a window.
 
     passes: [2], the seconds of the forward and of the backward pass of a micro-batch.
     tokens: [experts], the tokens of each expert.
@@ -123,11 +126,16 @@ class ExpertTimes:
     tokens: Rows
 
     def plus(self, other: ExpertTimes) -> ExpertTimes:
-        """Return the sum of both."""
+        """Return the sum of these measurements and those of `other`."""
         return ExpertTimes(self.passes + other.passes, self.tokens + other.tokens)
 
     def then(self, newer: ExpertTimes, share: float) -> ExpertTimes:
-        """Return the mean of the seconds, in which the newer ones have this share, and the tokens, which fade."""
+        """Return these measurements updated with those of a newer window.
+
+        Seconds become a weighted mean. Earlier token counts are multiplied by `FADING`.
+
+        share: the weight of the newer seconds.
+        """
         passes = (1 - share) * self.passes + share * newer.passes
         return ExpertTimes(passes, FADING * self.tokens + newer.tokens)
 
@@ -274,7 +282,7 @@ NEW_SHARE = 0.25
 
 @dataclass(frozen=True, eq=False)
 class Doubted:
-    """A window that differs from the earlier ones.
+    """A window that differs from the earlier ones and waits for confirmation by the next one.
 
     rows: [layers, COLUMNS], the window's timings.
     step: the step at which the window ended.
@@ -341,9 +349,9 @@ class Averaged:
         return replace(before, speeds=window.speeds, doubted=Doubted(window.rows, step))
 
     def _restarted(self, window: TimingWindow, step: int) -> Averaged:
-        """Restart the mean with this window.
+        """Return a mean that begins with this window.
 
-        The doubted window before it is left out, because it may still have been noise.
+        The window before it, which first showed the change of costs, is left out, because it may still have been noise.
 
         step: the step since which costs are new.
         """
@@ -365,7 +373,9 @@ class Averaged:
         """Return [BESIDE]: the mean times outside the layers, updated with this window.
 
         A time that this window has not measured keeps its mean. A time that is measured for the first time replaces the
-        0.
+        initial 0.
+
+        share: the weight of this window.
         """
         mixed = np.where(self.beside > 0, (1 - share) * self.beside + share * window.beside, window.beside)
         return np.where(window.beside > 0, mixed, self.beside)

@@ -1,4 +1,4 @@
-"""The extension that makes a job exact: it checks the job, and records each step."""
+"""The extension that makes a job exact (bitwise reproducible): it checks the job, and records each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ds_dynatrain.support.checks import is_low
 
 
 class Exact(Extension):
-    """The extension for `"exact": true` in the `dynatrain` block.
+    """The extension for `"exact": true` in the `dynatrain` block, which makes a job bitwise reproducible.
 
     steps: the value of `engine.exact`.
     """
@@ -38,7 +38,7 @@ class Exact(Extension):
         self._every_steps: int = settings.exact.digest_every_steps
 
     def check_job(self, config: Mapping[str, Any], model: Any, mpu: Any) -> None:
-        """Raise UnsupportedError if the job uses anything that was not tested in exact jobs.
+        """Raise UnsupportedError if the job uses anything that was not tested in exact (bitwise reproducible) jobs.
 
         Raises ConfigError if a batch size is missing.
         """
@@ -57,7 +57,7 @@ class Exact(Extension):
         refuse_inexact_model(config, model, mpu)
 
     def deepspeed_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return DeepSpeed's configuration with settings that give all ZeRO stages the same bits."""
+        """Return DeepSpeed's configuration with settings that make all ZeRO stages bitwise identical."""
         return exact_config(config)
 
     def described(self, config: Mapping[str, Any]) -> dict[str, str]:
@@ -95,7 +95,7 @@ class Exact(Extension):
         return unchanged_buffers(module) if module.training else nullcontext()
 
     def after_forward(self, output: Any) -> None:
-        """Keep the output of the forward pass for the record of the step, if the output is a loss."""
+        """Keep the output of the forward pass for the record of the step if it is a loss."""
         self.steps.note_loss(output)
 
     def after_backward(self, loss: Any) -> None:
@@ -107,9 +107,11 @@ class Exact(Extension):
         self.steps.close_batch()
 
     def after_step(self) -> None:
-        """Reduce the losses, gradient norm and digests of the step over all ranks, and write them. A collective."""
+        """Sum the losses, gradient norm and digests of the step over all ranks, and write them. All ranks must call
+        this.
+        """
         self.steps.finish_step()
 
     def on_batch_forgotten(self) -> None:
-        """Forget the losses of the open global batch."""
+        """Discard the losses of a global batch whose optimizer step has not been taken."""
         self.steps.forget_batch()

@@ -1,4 +1,4 @@
-"""Checks whether a machine can run exact jobs: settings, threads, compiled sums, and the bits that kernels return."""
+"""Checks of whether a machine can run exact jobs: settings, threads, compiled sums, and how kernels round."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExactMachine:
 
 
 def examine_exact(has_deepspeed: bool) -> ExactMachine:
-    """Check this process, and run a few kernels. Takes about a second.
+    """Check whether this process can run exact jobs, and run a few kernels. Takes about a second.
 
     has_deepspeed: whether DeepSpeed is installed, with all names on which this package relies.
     """

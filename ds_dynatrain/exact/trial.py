@@ -1,8 +1,8 @@
-"""A trial of a few kernels on this machine: do their bits depend on where the operands lie in memory?
+"""A trial of a few kernels on this machine: do their results depend on where the operands lie in memory?
 
-The trial also returns a hash of the bits. Operands are made from whole numbers, so they are the same everywhere. They
-begin at several offsets from an aligned address, like the parts of flat buffers, whose offsets depend on the ZeRO stage
-and the world.
+The trial also returns a hash of the results. Operands are made from whole numbers, so they are the same everywhere.
+They begin at several offsets from an aligned address, like the parts of flat buffers, whose offsets depend on the ZeRO
+stage and the layout.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LENGTH = 1003
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial.
+    """The result of a trial of kernels.
 
-    moving: the kernels whose bits depend on the memory position of their operands.
+    moving: the kernels whose results depend on the memory position of their operands.
     bits: one hash of the results of all kernels.
     """
 

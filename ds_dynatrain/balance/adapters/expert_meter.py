@@ -1,8 +1,9 @@
-"""The meter of AutoEP's experts on one rank: tokens by the layers' own counters, and seconds of the experts' passes.
+"""The meter of AutoEP's experts on one rank: tokens from the layers' own counters, and the times of the experts'
+passes.
 
-In a window `forward` of each layer's experts is replaced. A backward pass begins when the gradient of the experts'
-output arrives, and ends when that of their input does. A pass that recomputes activations counts as part of the
-backward pass.
+During a window of timed steps `forward` of each layer's experts is replaced. A backward pass begins when the gradient
+of the experts' output arrives, and ends when that of their input does. A pass that recomputes activations counts as
+part of the backward pass.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from ds_dynatrain.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 Span = tuple[Any, Any]
-"""The beginning and the end of a pass, by the clock of `timing`."""
+"""The beginning and the end of a pass, measured by the clock of `timing`."""
 
 
 class ExpertMeter:
     """The tokens of each expert since the meter was made, and the seconds of the passes in its `timing` blocks."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Begin to count. Raises ConfigError if a part of the model is compiled."""
+        """Start counting tokens. Raises ConfigError if a part of the model is compiled."""
         if compiled := compiled_in_place(model) or compiled_by_wrapping(model):
             raise ConfigError(
                 f"dynatrain.balance.experts: {compiled[0]!r} is compiled, and timing its experts would compile it "
@@ -41,11 +42,12 @@ class ExpertMeter:
         self._layers: dict[str, Any] = dict(parts)
         self._counted = {name: layer.tokens_per_expert.clone() for name, layer in self._layers.items()}
         self._spans: dict[str, tuple[list[Span], list[list[Span]]]] = {name: ([], []) for name in self._layers}
-        """The forward passes and the backward passes of each layer, each of the latter with recomputed passes."""
+        """For each layer: its forward passes, and its backward passes, each of these with its recomputed forward
+        passes."""
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Context manager that times the experts of all passes."""
+        """Context manager that times the experts in all passes of its block."""
         with ExitStack() as stack:
             for name, layer in self._layers.items():
                 whole = layer.experts.forward
@@ -53,7 +55,7 @@ class ExpertMeter:
             yield
 
     def times(self) -> dict[str, tuple[Floats, Floats]]:
-        """Return the median seconds of both passes, and the tokens of each expert, keyed by the layer's name.
+        """Return (median seconds of the forward and backward pass, tokens of each expert), keyed by the layer's name.
 
         Waits until the device has finished.
         """

@@ -1,4 +1,4 @@
-"""DeepSpeed's engines, adding gradients leaf by leaf (a leaf is a micro-batch of fixed size).
+"""DeepSpeed's engines, changed to add gradients leaf by leaf (a leaf is a micro-batch of fixed size).
 
-May import what `exact` may; start with `exact_engine`.
+This package may import what `exact` may. Begin reading at `exact_engine`.
 """

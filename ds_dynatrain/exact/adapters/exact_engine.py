@@ -1,6 +1,6 @@
-"""An engine that adds gradients leaf by leaf, in an order that is the same in every world.
+"""An engine that adds gradients leaf by leaf, in an order that does not depend on the layout.
 
-A *leaf* is a micro-batch of fixed size, which holds the same samples in every world.
+A *leaf* is a micro-batch of fixed size, which holds the same samples in every layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_dynatrain.exact.bits.steps import ExactSteps
 
 
 class LeafHost(Host):
-    """The host of a `LeafEngine`.
+    """The host of a `LeafEngine`: the state kept alongside DeepSpeed's engine.
 
     sums: the gradient sums of the current ZeRO optimizer; None if there is none.
     """
@@ -52,13 +52,13 @@ class LeafHost(Host):
         super().detach()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the open global batch, and their partial sums."""
+        """Drop the gradients, and their partial sums, of a global batch whose optimizer step has not been taken."""
         super().drop_gradients()
         if self.sums is not None:
             self.sums.forget()
 
     def let_module_go(self) -> None:
-        """Remove all hooks from the module, including the hooks that add autograd nodes."""
+        """Remove all hooks from the module, including those of the additional autograd nodes."""
         self._take_nodes_away()
         super().let_module_go()
 
@@ -69,7 +69,7 @@ class LeafHost(Host):
 
 
 class LeafEngine(DynatrainEngine):
-    """An engine whose gradients have the same bits on any number of ranks."""
+    """An engine whose gradients are bitwise identical on any number of ranks."""
 
     _HOST: ClassVar[type[Host]] = LeafHost
 
@@ -88,14 +88,16 @@ class LeafEngine(DynatrainEngine):
         return ZERO_OPTIMIZATION
 
     def compile(self, *arguments: Any, **named: Any) -> None:
-        """Raise UnsupportedError, because a compiled model may round differently in another layout."""
+        """Raise UnsupportedError, because a compiled model may round differently under another layout."""
         raise usage("exact: torch.compile").error("engine.compile")
 
     def micro_batch(self, one: MicroBatch, is_divided: bool = False) -> AbstractContextManager[None]:
         """Return the context manager in which a micro-batch is trained.
 
-        Raises UnsupportedError if the loss is already divided, because a leaf's loss may be multiplied only by its
-        weight.
+        one: the micro-batch.
+
+        Raises UnsupportedError if the loss is already divided (`is_divided`), because a leaf's loss may be multiplied
+        only by its weight.
         """
         if is_divided:
             raise usage("exact: a loss that is divided").error("engine.micro_batch(is_divided=True)")

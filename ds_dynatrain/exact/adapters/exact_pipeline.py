@@ -1,10 +1,9 @@
 """A pipeline engine whose micro-batches are leaves (micro-batches of fixed size), on any number of stages.
 
-All columns (pipelines side by side) run the same number of micro-batches. A column without a leaf for its last
-micro-batch borrows leaf 0, and multiplies its loss by 0. Before each layer of a leaf, the random generators are set by
-the layer's number in the whole model, even when activations are recomputed. The output of every layer is laid out in
-memory as if it had been received in a message, whether it is sent or not, so cutting the model elsewhere changes no
-bits.
+All columns (pipeline replicas) run the same number of micro-batches. A column without a leaf for its last micro-batch
+repeats leaf 0, and multiplies its loss by 0. Before each layer of a leaf, the random generators are set by the layer's
+number in the whole model, also when activations are recomputed. The output of every layer gets the memory layout of a
+received message, whether it is sent or not, so a different division into stages changes no bits.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from ds_dynatrain.space.leaves import MicroStep
 
 
 class Leaves:
-    """The micro-batches of this rank's pipeline in a global batch.
+    """The micro-batches of this rank's pipeline replica in a global batch.
 
-    passes: the micro-batches in order, those with weight 0 borrowed from another pipeline.
+    passes: the micro-batches in order, those with weight 0 borrowed from another replica.
     step: the index of the micro-batch whose pass is running, and how many have begun each pass.
     """
 
@@ -60,7 +59,7 @@ class Leaves:
 
 
 class LeafStageHost(LeafHost, StageHost):
-    """The host of a `LeafPipelineEngine`.
+    """The host of a `LeafPipelineEngine`: the state kept alongside DeepSpeed's engine.
 
     uses: the parameters of this stage that several layers share.
     """
@@ -84,7 +83,7 @@ class LeafStageHost(LeafHost, StageHost):
 
 
 class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
-    """A pipeline engine whose gradients have the same bits on any number of ranks and stages."""
+    """A pipeline engine whose gradients are bitwise identical on any number of ranks and stages."""
 
     _HOST: ClassVar[type[Host]] = LeafStageHost
     _leaves: Leaves | None = None
@@ -124,7 +123,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         return output if number + 1 == self.module._num_layers else as_sent(output, number)
 
     def _enter_columns(self, layout: Layout) -> None:
-        """Make all columns (the pipelines side by side) run the same number of micro-batches."""
+        """Make all pipeline replicas run the same number of micro-batches under a layout."""
         super()._enter_columns(layout)
         count = int(self.gradient_accumulation_steps())
         self._columns = Columns(int(self.train_micro_batch_size_per_gpu()), (count,) * layout.data)
@@ -151,7 +150,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
             self._host.sums.end_leaf()
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Do nothing, because `StageLines` adds the gradients of layers that share a parameter."""
+        """Do nothing, because `StageLines` sums the gradients of layers that share a parameter."""
 
     def _exec_reduce_grads(self) -> None:
         leaves = cast("Leaves", self._leaves)
@@ -171,7 +170,7 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
         """Return the mean loss over all samples.
 
         Losses are added in the order of the leaves (micro-batches of fixed size). If no global batch of leaves is being
-        trained, the result is DeepSpeed's loss.
+        trained, DeepSpeed's loss is returned.
         """
         if self._leaves is None:
             return super()._total_loss()
@@ -189,9 +188,9 @@ class LeafPipelineEngine(LeafEngine, DynatrainPipelineEngine):
 
 
 def as_sent(output: Any, number: int) -> Any:
-    """Return the output of a layer, laid out in memory as if it had been sent to the next stage.
+    """Return the output of a layer with the memory layout that it would have on the next stage after a message.
 
-    The gradient of the output is laid out as if the next stage had sent it back.
+    Its gradient likewise gets the memory layout of a gradient that the next stage has sent back.
 
     number: the number of the layer, for the error.
 

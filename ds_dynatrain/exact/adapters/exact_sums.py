@@ -1,13 +1,13 @@
 """Gradient sums and norms for the ZeRO optimizer of an exact job, which do not depend on the number of ranks.
 
-DeepSpeed adds gradients in an order that depends on the world: first those of each rank's micro-batches, then those of
+DeepSpeed adds gradients in an order that depends on the layout: first those of each rank's micro-batches, then those of
 the ranks. Here each micro-step sends every slice of every leaf's gradient to the slice's owner, in an all-to-all, and
 the owner adds leaves in the order of their numbers (`exact.bits.sums`). A leaf is a micro-batch of fixed size. All ZeRO
-stages do this, with the same bits: stages 2 and 3 as soon as gradients arrive, stage 1 at the end of a backward pass,
-because it holds whole gradients anyway.
+stages do this, with bitwise identical results: stages 2 and 3 as soon as gradients arrive, stage 1 at the end of a
+backward pass, because it holds whole gradients anyway.
 
-Gradients are sent in the type of the weights, and added in fp32. With fp16 they are gradients of the scaled loss. A sum
-that is not finite makes the norm infinite; only the norm makes DeepSpeed skip a step, in all stages alike.
+Gradients are sent in the dtype of the weights, and added in fp32. With fp16 they are gradients of the scaled loss. A
+sum that is not finite makes the norm infinite; only the norm makes DeepSpeed skip a step, in all stages alike.
 
 Gradients are sent in chunks (`lines`), by the same plan on every rank. A parameter without a gradient is sent as zeros,
 so ranks need not use the same parameters (except in stage 3, whose layers are gathered on all ranks at once).
@@ -35,7 +35,7 @@ from ds_dynatrain.space.leaves import MicroStep
 class LeafSums:
     """The gradient sums of one ZeRO optimizer, added leaf by leaf. A leaf is a micro-batch of fixed size.
 
-    The optimizer then uses these sums, and a norm that does not depend on the ranks either.
+    The optimizer then uses these sums, and a gradient norm that also does not depend on the number of ranks.
 
     lines: the positions of the optimizer's gradients.
     now: function that returns the latest micro-step; None if there was none.
@@ -61,7 +61,7 @@ class LeafSums:
             zero.scaled_global_norm = lambda norm_type=2: utils.combine_grad_norm_groups([global_norm(zero, lines)])
 
     def forget(self) -> None:
-        """Forget the sums of the open global batch, if there is one."""
+        """Discard the sums of a global batch whose optimizer step has not been taken, if there is one."""
         self._done = 0
         self._begin()
 
@@ -70,7 +70,8 @@ class LeafSums:
         self._came: set[int] = set()
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """Count a gradient that is complete in this backward pass, and send the chunks that it completes.
+        """Record that a parameter's gradient is complete in this backward pass, and send the chunks that are now
+        complete.
 
         Does nothing in ZeRO stage 1, where all chunks are sent at the end.
         """
@@ -102,9 +103,10 @@ class LeafSums:
 
     @torch.no_grad()
     def close(self) -> None:
-        """End a global batch, and give the sums over all leaves to DeepSpeed. Zeros in a sum are never negative.
+        """End a global batch, and give DeepSpeed the sums over all leaves, even if this rank has trained none of the
+        samples.
 
-        This rank may have trained none of the batch's samples.
+        A zero in a sum is never negative.
         """
         self._done = 0
         newest, *older = rest_of(self._present().leaves)
@@ -143,7 +145,7 @@ class LeafSums:
         return iter(receive.view(size, mine))
 
     def _filled(self, chunk: Chunk) -> torch.Tensor:
-        """Fill the send buffer with this rank's gradients of a chunk, in the weights' type, and return the buffer."""
+        """Fill the send buffer with this rank's gradients of a chunk, in the weights' dtype, and return the buffer."""
         if not len(self._send):
             chunks = self._lines.chunks
             (dtype,) = {piece.parameter.dtype for each in chunks for piece in each.pieces}
@@ -170,7 +172,11 @@ class LeafSums:
             levels[0][place].copy_(row)
 
     def _sums_of(self, line: int) -> list[torch.Tensor]:
-        """Return a line's partial sums, one for each level (see `exact.bits.sums`), and allocate missing ones."""
+        """Return the partial sums of a line (gradients that are reduced together), one for each level of
+        `exact.bits.sums`.
+
+        Those that do not exist yet are allocated.
+        """
         held = self._levels.setdefault(line, [])
         while len(held) < self._present().leaves.bit_length():
             held.append(torch.zeros(self._lines.lengths[line], dtype=torch.float32, device="cpu"))
@@ -180,8 +186,8 @@ class LeafSums:
 def global_norm(zero: Any, lines: Lines) -> torch.Tensor:
     """Return the norm of all gradients as a 0-D fp32 tensor; inf if a gradient is not finite.
 
-    The norm does not depend on which rank holds what. Padding does not count: its size depends on the world, and would
-    change the grid on which squares are added.
+    The norm does not depend on which rank holds what. Padding is left out: its size depends on the layout, and would
+    change the grid to which squares are rounded.
     """
     parts = [part.numpy() for part in lines.held()]
     most = torch.tensor([max(map(largest, parts), default=0.0)], dtype=torch.float64)

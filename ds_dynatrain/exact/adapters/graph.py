@@ -18,10 +18,10 @@ from torch import nn
 
 
 class _Node(torch.autograd.Function):
-    """An identity that only adds a node to the graph.
+    """An identity operation that adds a node to the autograd graph.
 
-    A view (`value[...]`) would be a node in C++, and faster. But measurements showed that gradients then differed with
-    deepspeed.checkpointing that partitions activations, which empties tensors and fills them again.
+    A view (`value[...]`) would be a node in C++, and faster. But measurements showed that gradients then differed when
+    deepspeed.checkpointing partitions activations, which empties tensors and fills them again.
     """
 
     @staticmethod
@@ -39,7 +39,7 @@ class _Node(torch.autograd.Function):
 
 
 class GraphNodes:
-    """Identity nodes on the modules of a model, until `stop` is called."""
+    """Identity nodes on the modules of a model, which stay until `stop` is called."""
 
     def __init__(self, model: nn.Module) -> None:
         self._handles = []

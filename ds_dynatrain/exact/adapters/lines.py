@@ -1,4 +1,4 @@
-"""The positions of gradients in ZeRO stages 1 to 3, with which the gradient sums of an exact job are planned.
+"""The positions of gradients in ZeRO stages 1 to 3, from which an exact job plans its gradient sums.
 
 A *line* is an array of gradients that are reduced together: those of an optimizer group in stages 1 and 2, and those of
 all parameters in stage 3. Each rank owns an equal part of a line. A *chunk* is sent in one message. Each rank owns a
@@ -19,7 +19,7 @@ from torch import nn
 from ds_dynatrain.adapters.versions.deepspeed_versions import flat_offsets
 
 LEAST_CHUNK = 1 << 20
-"""Smallest number of elements that makes a message worth its latency."""
+"""Smallest number of elements in a chunk, so that the time of a message exceeds its latency."""
 Run = tuple[int, int]
 """A range of elements in a line: its first element, and the one after its last."""
 Span = tuple[nn.Parameter, int, int]
@@ -93,7 +93,11 @@ class Lines:
         return self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Give DeepSpeed the gradients of a line, summed over the whole global batch, for its next step."""
+        """Give DeepSpeed the gradients of a line for its next step.
+
+        line: the number of the line (gradients that are reduced together).
+        total: this rank's part of the line, summed over the whole global batch.
+        """
         raise NotImplementedError
 
     def held(self) -> list[torch.Tensor]:
@@ -136,7 +140,7 @@ class FlatLines(Lines):
         return groups[line] if line < len(groups) else self._zero.dp_process_group
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Set the sum as the averaged gradient of an optimizer group."""
+        """Set the summed gradients `total` as the averaged gradient of the optimizer group `line`."""
         self._zero.averaged_gradients[line] = [total]
 
     def held(self) -> list[torch.Tensor]:
@@ -167,7 +171,8 @@ class CutLines(Lines):
         self.chunks = in_order(list(self._all_chunks()), order)
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Copy the sum into DeepSpeed's flat buffer, and set slices of it as the averaged gradients of the parameters.
+        """Copy the summed gradients into DeepSpeed's flat buffer, and set slices of it as the parameters' averaged
+        gradients.
 
         The buffer counts as state here, because it keeps each parameter's latest gradient.
         """
@@ -239,7 +244,11 @@ def cut(end: int, size: int, ranks: int, most: int, is_eager: bool) -> Iterator[
 
 
 def in_order(chunks: list[Chunk], order: Mapping[int, int]) -> list[Chunk]:
-    """Return the chunks in the order of sending, with `freed` set: each parameter is freed with its last chunk."""
+    """Return the chunks in the order of sending, with `freed` set: a parameter's gradient is dropped after its last
+    chunk.
+
+    order: a map from each parameter's id to its number in the module.
+    """
 
     def reached(chunk: Chunk) -> int:
         return -min((order.get(id(piece.parameter), 0) for piece in chunk.pieces), default=0)

@@ -1,4 +1,4 @@
-"""Checks that refuse what an exact job cannot have: models, optimizers, settings.
+"""Checks that refuse models, optimizers and settings with which a job cannot be exact (bitwise reproducible).
 
 `machine` returns the settings that must be the same on all of the job's machines.
 """
@@ -30,7 +30,7 @@ from ds_dynatrain.support.checks import is_low
 
 MODE = "MKL_CBWR"
 LOOSE_MODES = ("", "OFF", "AUTO")
-"""Values of MKL_CBWR with which MKL chooses kernels by the processor, or by the alignment of memory."""
+"""Values of MKL_CBWR under which MKL chooses kernels by the processor or by the alignment of memory."""
 
 
 def refuse_series() -> None:
@@ -60,7 +60,10 @@ def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) ->
 
 
 def refuse_inexact_model(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    """Raise UnsupportedError if the model, which must have all its layers, has parts not tested in exact jobs."""
+    """Raise UnsupportedError if the model has parts that were not tested in exact (bitwise reproducible) jobs.
+
+    model: the model, with all its layers.
+    """
     own_losses = PipelineModule.get_additional_losses
     has_further_losses = isinstance(model, PipelineModule) and type(model).get_additional_losses is not own_losses
     sends_messages = experts.is_on(config) or any(layers(model)) or mpu is not None or any(spread_layers(model))
@@ -74,10 +77,10 @@ def refuse_inexact_model(config: Mapping[str, Any], model: nn.Module, mpu: Any) 
 
 
 def exact_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's configuration with the settings of an exact job, which give all ZeRO stages the same bits.
+    """Return DeepSpeed's configuration with the settings of an exact job, which make all ZeRO stages bitwise identical.
 
-    ZeRO-3's own linear layer is off, because its weight gradients have different bits. Gradients are summed in fp32,
-    whatever the type of the weights, and DeepSpeed receives the sums in fp32.
+    ZeRO-3's own linear layer is off, because it rounds weight gradients differently. Gradients are summed in fp32,
+    whatever the dtype of the weights, and DeepSpeed receives the sums in fp32.
     """
     zero = {**(config.get("zero_optimization") or {}), "memory_efficient_linear": False}
     types = {**(config.get("data_types") or {}), "grad_accum_dtype": "fp32"}
@@ -96,7 +99,7 @@ def refuse_inexact_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """Context manager that raises UnsupportedError if a forward pass changes a floating-point buffer.
 
-    Each rank would change the buffer by its own micro-batches, so buffers would differ between worlds.
+    Each rank would change the buffer by its own micro-batches, so buffers would depend on the layout.
     """
     before = [(name, held, held._version) for name, held in module.named_buffers() if held.is_floating_point()]
     yield

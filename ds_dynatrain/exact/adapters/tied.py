@@ -43,7 +43,7 @@ class Tied:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """The tied parameters on a stage, and the layers that use them."""
+    """The tied parameters on a pipeline stage, and the layers that use them."""
 
     tied: tuple[Tied, ...]
 
@@ -92,9 +92,9 @@ class Uses:
 
 
 class StageLines(FlatLines):
-    """The lines of ZeRO stage 1 on a pipeline stage, and one more line for each substitute of a tied parameter.
+    """The lines (gradients that are reduced together) of a pipeline stage in ZeRO stage 1.
 
-    A line is an array of gradients that are reduced together.
+    Each substitute for a tied parameter has one more line.
 
     numel: the number of trained elements of the whole model.
     """
@@ -111,7 +111,11 @@ class StageLines(FlatLines):
         return [*super().sharing, *([zero.model_parallel_group] if zero.model_parallel_world_size > 1 else [])]
 
     def take(self, line: int, total: torch.Tensor) -> None:
-        """Keep the sum of a line. After the last line, add up the gradients of the layers that share a parameter."""
+        """Keep the sum of a line. After the last line, sum the gradients of layers that share a parameter.
+
+        line: the number of the line (gradients that are reduced together).
+        total: this rank's part of the line, summed over the whole global batch.
+        """
         self._totals[line] = total
         if line < len(self._zero.partition_size):
             super().take(line, total)
@@ -130,7 +134,7 @@ class StageLines(FlatLines):
         return found
 
     def _add_layers(self, tied: Tied) -> None:
-        """Add the gradients of the layers that share a parameter, in the order of the layers.
+        """Sum the gradients of the layers that share a parameter, in the order of the layers.
 
         For each layer, only one rank has a given element, so adding the zeros of other ranks does not change it.
         """

@@ -1,4 +1,4 @@
-"""Sums that have the same bits in any world, records of each step, and the features that were tried in exact jobs.
+"""Sums that are bitwise identical in any layout, records of each step, and the features that were tried in exact jobs.
 
-May import what `exact` may; start with `sums`.
+This package may import what `exact` may. Begin reading at `sums`.
 """

@@ -1,9 +1,9 @@
-"""Records of an exact job and of each of its steps, in bits: lines of the report file, and a whole run read from them.
+"""Bitwise records of an exact job and of its steps: lines of the report file, and a whole run read from them.
 
-A line about the job precedes its first step. Such a line also comes wherever steps are not consecutive: after a load,
-or if another process continues the file. If a step number comes again, the job went back to that step, so the earlier
-lines about that step and about later steps no longer count. Each line about a step has a digest of everything else in
-the line, so that damage is noticed.
+A line about the job precedes its first step. Such a line also occurs wherever steps are not consecutive: after a
+checkpoint was loaded, or if another process continues the file. If a step number occurs again, the job went back to
+that step, so the earlier lines about that step and about later steps no longer count. Each line about a step has a
+digest of everything else in the line, so that damage is noticed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ds_dynatrain.records import from_record, to_record
 
 JOB, STEP = "exact_job", "exact_step"
 OF_SWITCHES = ("switch", "recompile", "gain")
-"""Events of the other lines in a report file."""
+"""Names of the other events in a report file, whose lines are skipped."""
 DIGEST_BYTES = 8
 """Bytes of the digest of one tensor in one state kind, in little-endian order."""
 
 
 @dataclass(frozen=True)
 class ExactJob:
-    """The facts that must be equal in two runs for their bits to be equal.
+    """The facts that must be equal in two runs for these to be bitwise identical.
 
     seed: the seed of the job's random streams.
     batch_size: the number of samples in a global batch.
@@ -94,7 +94,10 @@ class ExactStep:
 
     @staticmethod
     def read(record: Mapping[str, Any], job: ExactJob) -> ExactStep:
-        """Return the step from a parsed line.
+        """Return the step that a line of the report file describes.
+
+        record: the parsed line.
+        job: the job to which the line belongs.
 
         Raises KeyError, TypeError or ValueError if the line has another form or a wrong digest.
         """
@@ -111,10 +114,11 @@ class ExactStep:
 
 @dataclass(frozen=True)
 class ExactRun:
-    """The steps of an exact job that count, keyed by number, in order.
+    """A run of an exact job, read from a report file.
 
-    path: the report file from which they come.
+    path: the report file.
     job: the facts about the job.
+    steps: the steps that count, keyed by number and in order.
     """
 
     path: str
@@ -178,7 +182,7 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
 
 
 def _plain(value: float | None) -> float | str | None:
-    """Return the value in a form that JSON can hold: a number with all its digits, or a word for infinities and nan."""
+    """Return a number in a form that JSON can hold exactly: as a number, or as a word for infinities and nan."""
     return value if value is None or math.isfinite(value) else str(value)
 
 

@@ -14,7 +14,7 @@ from ds_dynatrain.exact.bits.bit_records import ExactRun, ExactStep, read_exact
 
 LOSS, NORM = "loss", "norm"
 MOST_LINES = 10
-"""Maximum number of differences of a step that are printed. The JSON has all of them."""
+"""Maximum number of differences in a step that are printed. The JSON output contains all of them."""
 _FIRST_KINDS = ("weight", "master")
 """The state kinds that are reported first. Moments follow, because they are the least interesting."""
 
@@ -146,7 +146,7 @@ def report(runs: Sequence[ExactRun], found: BitComparison) -> dict[str, Any]:
 
 
 def lines(runs: tuple[ExactRun, ExactRun], found: BitComparison) -> Iterator[str]:
-    """Yield the lines that the command prints, beginning with the verdict."""
+    """Yield the lines that the command prints, beginning with whether the runs are identical."""
     if found.is_identical:
         states, are_all = found.states, len(found.states) == len(found.steps)
         digested = "each" if are_all else f"{len(states)} of them, the last of which is step {states[-1]}"
@@ -168,7 +168,7 @@ def lines(runs: tuple[ExactRun, ExactRun], found: BitComparison) -> Iterator[str
 
 
 def _before(found: BitComparison) -> str:
-    """Return a sentence on what was still equal before the first difference, to show where to look for the cause."""
+    """Return a sentence about what was still identical before the first difference, as a hint to its cause."""
     if not found.states:
         return "No step before it has digests of weights and moments in both."
     last = f"weights and moments were equal after step {found.states[-1]}"
@@ -178,7 +178,7 @@ def _before(found: BitComparison) -> str:
 
 
 def _steps(steps: Sequence[int]) -> str:
-    """Return a description of these step numbers, followed by "is" or "are"."""
+    """Return a phrase such as "steps 1 to 4 are" for these step numbers."""
     if len(steps) == 1:
         return f"step {steps[0]} is"
     whole = len(steps) == steps[-1] - steps[0] + 1

@@ -33,7 +33,7 @@ TRIED: Mapping[str, str] = {
         stage3_max_reuse_distance
     """,
 }
-"""Sections of DeepSpeed's configuration, and keys in them, for which every value was tried, or makes no difference."""
+"""Sections and keys of DeepSpeed's configuration for which every value was tried, or makes no difference."""
 TRIED_VALUES: Mapping[str, object] = {
     "data_types.grad_accum_dtype": "fp32",
     "zero_optimization.reduce_scatter": True,

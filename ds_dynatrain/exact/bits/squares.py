@@ -1,4 +1,4 @@
-"""A sum of squares of fp32 numbers whose bits do not depend on the order of the numbers.
+"""A sum of squares of fp32 numbers whose result does not depend, even in the last bit, on the order of the numbers.
 
 Each square becomes two integers, whose sums are exact. A square is exact in fp64. All squares are rounded to one grid,
 which follows from the largest square and from the number of squares, so that the sum of all fits into 64 bits. The
@@ -28,7 +28,7 @@ except ImportError:  # the package was installed without a C compiler
 
 Floats = npt.NDArray[np.float32]
 MOST_BITS = 50
-"""Limit of `Grid.bits`. Adding 1.5 * 2^52, as the compiled sum does, rounds to whole numbers only up to 2^51."""
+"""Upper limit of `Grid.bits`. Adding 1.5 * 2^52, as the compiled sum does, rounds to whole numbers only up to 2^51."""
 CHUNK = 1 << 15
 """Number of elements that are squared at once: 256 KiB in fp64."""
 
@@ -38,7 +38,7 @@ class Grid:
     """The grid to which squares are rounded.
 
     exponent: every square is below 2^exponent.
-    bits: the size of each of the two integers that a square becomes.
+    bits: the number of bits of each of the two integers that a square becomes.
     """
 
     exponent: int
@@ -85,13 +85,13 @@ def square_sums(values: Floats, grid: Grid) -> tuple[int, int]:
 
 
 def largest_in_numpy(values: Floats) -> float:
-    """Return the result of `largest`, without the C module."""
+    """Return the same result as `largest`, computed without the C module."""
     found = float(np.abs(values).max(initial=np.float32(0)))
     return found if math.isfinite(found) else math.inf
 
 
 def in_numpy(values: Floats, scale: float, bin_size: float) -> tuple[int, int]:
-    """Return the result of `square_sums`, without the C module.
+    """Return the same result as `square_sums`, computed without the C module.
 
     scale: the factor that turns a square into `high`.
     bin_size: one unit of `high`, in units of `low`.

@@ -1,10 +1,10 @@
-"""The results of each step of an exact job, in bits: losses, the gradient norm, and digests of weights and moments.
+"""The bitwise record of each step of an exact job: losses, the gradient norm, and digests of weights and moments.
 
 Each rank has the losses of its own leaves (micro-batches of fixed size) and parts of the state. It puts them into one
 vector of integers, whose sum over all ranks does not depend on which rank holds what. A loss enters as the bits of its
-fp64 number, which no other rank has. A tensor's digest enters as the digest of the rank's parts. If several ranks or
-stages hold a whole weight, only one of them counts. To reveal a copy that differs, a second sum over all copies is
-added, which is 0 if they are equal (`reshard.certificate`).
+fp64 number, which no other rank contributes. A tensor's digest enters as the digest of the rank's parts. If several
+ranks or stages hold a whole weight, only one of them counts. To reveal a copy that differs, a second sum over all
+copies is added, which is 0 if they are equal (`reshard.certificate`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ExactSteps:
     """The recorded steps of one engine.
 
     step: the latest optimizer step with a digest of its state; None before the first.
-    digest: the digest of that whole step, in hexadecimal digits, equal in every world; None before the first.
+    digest: the digest of that whole step, in hexadecimal digits, equal in every layout; None before the first.
     """
 
     def __init__(self, engine: EngineCore, every_steps: int) -> None:
@@ -40,9 +40,10 @@ class ExactSteps:
         self.digest: str | None = None
         self._losses: dict[int, torch.Tensor] = {}
         self._trained: tuple[tuple[str, int], int, dict[int, torch.Tensor]] | None = None
-        """The segment and step of the batch just trained, its number of leaves, and the losses of this rank's."""
+        """The last global batch trained: its segment and step, its number of leaves, and the losses of this rank's
+        leaves."""
         self._said: tuple[ExactJob, int] | None = None
-        """The job, and the step, of the last line that this process wrote."""
+        """The job and the step of the last line that this process wrote to the report file."""
 
     def note_loss(self, loss: Any) -> None:
         """Record the loss of the micro-batch that this rank trains.
@@ -64,7 +65,7 @@ class ExactSteps:
             self._losses = {leaf: _kept(loss) for leaf, loss in zip(mine, losses, strict=False)}  # others are borrowed
 
     def forget_batch(self) -> None:
-        """Forget the losses of the open global batch."""
+        """Discard the losses of a global batch whose optimizer step has not been taken."""
         self._losses = {}
 
     def close_batch(self) -> None:
@@ -106,7 +107,7 @@ class ExactSteps:
         return self._engine.segment, self._engine.global_steps
 
     def _own_digests(self) -> dict[str, Digests]:
-        """Return this rank's part of the digests of each state kind, with the tensors in the order of their names."""
+        """Return this rank's part of the digests of each state kind, with tensors ordered by name."""
         engine = self._engine
         vps, layout, rank = engine.vps, engine.layout, engine.rank
         buffers = engine.host.state_buffers()[0]
@@ -153,6 +154,6 @@ def _kinds(engine: EngineCore) -> tuple[str, ...]:
 
 
 def _by_name(engine: EngineCore) -> Int64s:
-    """Return the numbers of the tensors in the order of their names, which is independent of optimizer groups."""
+    """Return the numbers of the tensors ordered by name, an order that does not depend on optimizer groups."""
     names = [tensor.name for tensor in engine.vps.tensors]
     return np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)

@@ -1,9 +1,9 @@
-"""The order in which leaves are added: pairs, then pairs of pairs, as they arrive (Higham 1993, pairwise summation).
+"""The order in which leaves (micro-batches of fixed size) are added: in pairs, then pairs of pairs, as they arrive.
 
-A leaf is a micro-batch of fixed size. Leaves are numbered from 0 and arrive in this order; each is a partial sum of one
-leaf. Whenever the two newest partial sums have the same number of leaves, they are added. The sum of 2^k leaves thus
-lies on level k, and no level has two sums. At the end the remaining sums are added, the newest first. The result does
-not depend on which rank adds, or when, because the pairs follow from the numbers alone.
+This is pairwise summation (Higham 1993). Leaves are numbered from 0 and arrive in this order; each is a partial sum of
+one leaf. Whenever the two newest partial sums have the same number of leaves, they are added. The sum of 2^k leaves
+thus lies on level k, and no level has two sums. At the end the remaining sums are added, the newest first. The result
+does not depend on which rank adds, or when, because the pairs follow from the numbers alone.
 
     leaf           0   1   2   3   4   5        6 leaves: ((0+1)+(2+3)) + (4+5)
     level_of       0   1   0   2   0   1        levels that are left: 2 and 1
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 def level_of(leaf: int) -> int:
     """Return the level of the partial sum that a leaf (a micro-batch of fixed size) completes.
 
-    The leaf is added to the partial sums on all lower levels, starting with level 0.
+    The sum on level k contains 2^k leaves. The leaf is added to the partial sums on all lower levels, starting with
+    level 0.
     """
     return ((leaf + 1) & -(leaf + 1)).bit_length() - 1
 
