@@ -78,7 +78,7 @@ class TransferError(SwitchFailed):
 
 
 class MemberMissing(TransferError):  # noqa: N818
-    """A wait for `what` timed out after `seconds`; `members` are those that did not answer."""
+    """A wait for `what` timed out after `seconds`; `members` did not answer."""
 
     def __init__(self, what: str, members: Iterable[int], seconds: float) -> None:
         self.what, self.members, self.seconds = what, tuple(sorted(members)), seconds

@@ -59,8 +59,8 @@ BACKUP_KEY = "dynatrain.fallback.path"
 class Backups:
     """Checkpoints that an extension saves automatically, and from which lost state is restored.
 
-    what: a name for one of them, such as "fallback checkpoint".
-    path: their folder.
+    what: a name for one such checkpoint, for example "fallback checkpoint".
+    path: the folder of the checkpoints.
     keep: how many of the newest checkpoints stay in the folder.
     """
 
@@ -259,7 +259,7 @@ class Extension:
     def on_end(self) -> None:
         """Release everything that the extension holds in the process.
 
-        Called when the engine ends, even if it is unfinished, and perhaps twice.
+        Called when the engine ends, even if it was never completed. It may be called twice.
         """
 
 

@@ -152,7 +152,7 @@ class Buddies(Extension):
             raise IN_A_FIXED_LAUNCH.error()
 
     def check_beside(self, here: DynatrainConfig, there: DynatrainConfig, number: int) -> None:
-        """Raise ConfigError if two engines of a process have different blocks, or if only one of them has buddies."""
+        """Raise ConfigError if two engines of a process have different `buddies` blocks, or only one has a block."""
         if here.buddies != there.buddies:
             blocks = ["none" if each.buddies is None else each.buddies.model_dump() for each in (here, there)]
             raise ConfigError(
@@ -161,11 +161,10 @@ class Buddies(Extension):
             )
 
     def on_start(self) -> None:
-        """Raise ConfigError if the first world cannot have the buddies that the user requested.
+        """Raise ConfigError if the first world cannot keep the copies that the user requested.
 
         The reason is too few members, or too little host memory on this node for the copies of this engine and of
-        earlier engines. If buddies are only on by default, nothing is refused here; `_why_not` gives the reason in
-        every world.
+        earlier engines. Copies that are only on by default raise nothing; `_why_not` gives the reason in every world.
         """
         if self._settings.mode is None:
             return
@@ -289,7 +288,7 @@ class Buddies(Extension):
         self.forget()
 
     def forget(self) -> None:
-        """Forget all copies of this process, for every engine, and void the rounds under way."""
+        """Drop all copies that this process keeps, for every engine, and void the copies that are in transit."""
         first = self._first
         for one in self._all:
             one.wait_for_round()

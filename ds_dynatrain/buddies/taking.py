@@ -84,9 +84,9 @@ def _padded(shape: Shape) -> int:
 
 @dataclass(frozen=True, eq=False)
 class UndigestedCopy:
-    """A copy whose digests are not yet computed; the thread that sends the copy computes them.
+    """A copy whose digests are not yet computed, because the thread that sends the copy computes them.
 
-    frozen: the frozen weights of this rank that other ranks have, too.
+    frozen: the frozen weights of this rank that other ranks also hold.
     memory: the bytes of all its tensors, a flat uint8 tensor.
     copy: a function that computes the digests and returns the complete copy.
     """

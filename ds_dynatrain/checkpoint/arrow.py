@@ -35,7 +35,7 @@ _OPENING = 8
 
 
 class ArrowValues:
-    """An Arrow file with a single column. Each batch is written directly from the memory that holds its values."""
+    """Writer of an Arrow file with a single column. Each batch is written directly from the memory of its values."""
 
     def __init__(self, file: BinaryIO, dtype: torch.dtype) -> None:
         name = name_of(dtype)
@@ -128,7 +128,7 @@ def _is_compressed(metadata: pa.Buffer) -> bool:
 
 
 def _values(column: Any, kind: str) -> list[Any]:
-    """Return a column as a list of Python values, in which equal texts are one object.
+    """Return a column as a list of Python values. Equal strings are the same object, to save memory.
 
     kind: the type of the column, as in `table_bytes`.
     """

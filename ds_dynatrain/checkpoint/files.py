@@ -152,7 +152,7 @@ def appearing(path: Path, parents: bool = False) -> Iterator[Path]:
     Yields a hidden path in the same folder, to which the caller writes. The hidden path is renamed to `path` at the
     end, or removed on error.
 
-    parents: whether to create missing parent folders, and remove them on error.
+    parents: whether to create missing parent folders. On error, folders created this way are removed again.
 
     Raises CheckpointError if `path` exists.
     """

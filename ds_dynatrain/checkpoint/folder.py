@@ -121,7 +121,7 @@ def finish(path: Path, tag: str, keep: int | None = None) -> Path:
 
 
 def remove(folder: Path, tag: str) -> None:
-    """Remove a checkpoint. If interrupted, this leaves nothing that looks like a checkpoint."""
+    """Remove a checkpoint. An interrupted call leaves nothing behind that looks like a checkpoint."""
     hidden = folder / f"{_HIDDEN[1]}{tag}-{secrets.token_hex(4)}"
     os.rename(folder / tag, hidden)
     shutil.rmtree(hidden, ignore_errors=True)

@@ -54,8 +54,8 @@ class TrainingRecord:
     written_by: name and version of the writer.
     converted_from: the original format of a converted checkpoint, or "".
 
-    A converted checkpoint may lack some of the extra state and random streams. A job that loads it keeps its own. The
-    groups of the tensors are valid only if the checkpoint has hyper-parameters of groups.
+    A converted checkpoint may lack some extra state and the random streams; a job that loads such a checkpoint keeps its
+    own. The groups of the tensors are valid only if the checkpoint has hyper-parameters of groups.
     """
 
     step: Size
@@ -92,7 +92,7 @@ def sum_of(data: bytes) -> str:
 
 
 def to_bytes(record: TrainingRecord) -> bytes:
-    """Return the content of `checkpoint.json`, with its own checksum."""
+    """Return the content of `checkpoint.json` for a record, including a checksum of that content."""
     content = {"format": FORMAT, "version": list(VERSION), **asdict(record)}
     return dumped({**content, "sum": sum_of(_canonical(content))})
 
@@ -212,7 +212,7 @@ class Saved:
 
         rank: a rank of the world that saved the checkpoint.
 
-        Raises CheckpointDamaged if the file is not as it was saved.
+        Raises CheckpointDamaged if the file has changed since it was saved.
         """
         name = rank_file(rank)
         return parsed(_checked(self.path, self.record, name), name)

@@ -171,7 +171,7 @@ def _name_server() -> Check:
 def _broken_off() -> Iterator[Check]:
     """Find lock files of interrupted compilations, for which torch would wait silently and without limit.
 
-    Not needed since torch 2.14: the kernel then holds the locks and releases those of a dead process, and the remaining
+    Not needed since torch 2.14, whose locks are held by the kernel and released when a process dies; there, remaining
     files have no effect.
     """
     if _version("torch") is None:

@@ -1,7 +1,7 @@
 """Bisection that finds, for each rank, the lowest clock at which the rank does not delay the step.
 
-A clock is given by its index among the supported clocks, lowest first (its "place"). A rank computes longer at a lower
-clock, and limits the step once it computes longer than the slowest rank, which keeps the highest clock.
+A clock is given by its index among the supported clocks, lowest first. A rank computes longer at a lower clock, and
+limits the step once it computes longer than the slowest rank, which keeps the highest clock.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 LIMITS_NOT_YET = -1
-"""The place used while no clock is known to be too low."""
+"""The index used while no clock is known to be too low."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class ClockSearch:
     """State of the search for the clocks of all ranks, equal on all members. `after` returns the next state.
 
     clocks: the supported clocks, lowest first.
-    enough: for each rank, the lowest known place at which it does not limit the step.
-    limits: for each rank, the highest known place at which it limits the step; -1 if none is known.
+    enough: the index, for each rank, of the lowest clock known not to limit the step.
+    limits: the index, for each rank, of the highest clock known to limit the step; -1 if none is known.
     slowest: the ranks that keep the highest clock; () before the first timing window has ended.
     """
 
@@ -35,8 +35,8 @@ class ClockSearch:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The place of each rank's clock in the next timing window: halfway between the highest clock known to be too
-        low and the lowest one known to be sufficient."""
+        """The index of each rank's clock in the next timing window: halfway between the highest clock known to be too
+        low and the lowest clock known to be sufficient."""
         if not self.slowest:
             return self.enough
         return tuple((low + high) // 2 if high - low > 1 else high for low, high in self._spans)

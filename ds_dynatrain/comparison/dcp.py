@@ -47,7 +47,7 @@ class DcpTrainer(workload.Trainer):
         return loss
 
     def state(self) -> Iterator[Tensor]:
-        """Yield every weight (which is its own master here) and its moments as whole tensors.
+        """Yield every weight (fp32, so there is no separate master) and its moments, as whole tensors.
 
         All ranks must call this.
         """
@@ -56,7 +56,7 @@ class DcpTrainer(workload.Trainer):
                 yield value.full_tensor()
 
     def _saved(self) -> dict[str, Any]:
-        """Return the state to save. Its tensors are those of the model and the optimizer, not copies."""
+        """Return the state to save. It refers to the tensors of the model and the optimizer without copying them."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "done": self.done}
 

@@ -71,7 +71,7 @@ class Way:
     title: the name that tables and charts show.
     program: the module that the ranks run, and that converts.
     is_restarted: whether the old processes end and new ones start.
-    is_live: whether it is a switch of this package that needs no disk.
+    is_live: whether the way is a switch of this package that does not use the disk.
     converts: whether DeepSpeed's converter runs between the two jobs.
     block: entries to add to the `dynatrain` block.
     """

@@ -62,7 +62,7 @@ class Notes:
 
     @staticmethod
     def all_of(folder: Path) -> dict[int, Notes]:
-        """Read the notes that all members wrote to `folder`. Return them keyed by member."""
+        """Read the notes that all members wrote to `folder`, and return the notes keyed by member."""
         files = {int(file.stem): file for file in folder.glob("*.json")}
         return {member: from_record(Notes, json.loads(files[member].read_text("utf-8"))) for member in sorted(files)}
 

@@ -50,7 +50,7 @@ class Slot:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether the slot has no samples of its own."""
+        """Whether the slot (micro-batch) only repeats another rank's sample."""
         return self.samples == 0
 
 
@@ -173,8 +173,8 @@ class SlotTable:
 
 @dataclass(frozen=True)
 class ColumnArithmetic(BatchArithmetic):
-    """Batch arithmetic of pipelines: all micro-batches have one size, and data ranks may have different numbers of them
-    (see `Columns`).
+    """Batch arithmetic of pipelines: all micro-batches have the same size, but data ranks may have different numbers of
+    micro-batches (see `Columns`).
 
     Every micro-batch therefore has weight 1. A rank divides its sum of gradients by `columns.mean` instead of by
     `accumulation`, which is the largest number of micro-batches of any rank.
@@ -246,8 +246,7 @@ class ColumnArithmetic(BatchArithmetic):
 
 
 def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
-    """Return the positions of a rank's samples: ranks take one each in turn, and skip further rounds once their share
-    is full."""
+    """Return the positions of a rank's samples if ranks take samples in turn and ranks with a full share are skipped."""
     places = (
         sum(min(share, each) for share in shares) + sum(share > each for share in shares[:rank])
         for each in range(shares[rank])
@@ -269,7 +268,7 @@ def nearest_even(train_batch_size: int, micro_batch_limit: int, data: int) -> in
 class Leaf(Slot):
     """A slot (one micro-batch of one rank) that holds one leaf, a micro-batch of fixed size.
 
-    number: index of the leaf that is trained or borrowed.
+    number: index of the leaf that is trained, or repeated with weight 0.
     micro_step: index of the leaf's micro-step in the global batch.
     leaves: number of leaves in the global batch.
     batch_samples: number of samples in the global batch.
@@ -303,11 +302,11 @@ class LeafArithmetic(BatchArithmetic):
 
     @property
     def leaves(self) -> int:
-        """Number of leaves in a full global batch."""
+        """Number of leaves (micro-batches of fixed size) in a full global batch."""
         return self.leaves_of(self.train_batch_size)
 
     def leaves_of(self, samples: int) -> int:
-        """Return the number of leaves in a global batch of `samples` samples."""
+        """Return the number of leaves (micro-batches of fixed size) in a global batch of `samples` samples."""
         return math.ceil(samples / self.micro_batch_limit)
 
     @property
@@ -317,7 +316,7 @@ class LeafArithmetic(BatchArithmetic):
 
     @property
     def largest_slot(self) -> int:
-        """Number of samples in a leaf; the last leaf of a batch may have fewer."""
+        """Number of samples in a leaf (a micro-batch of fixed size); the last leaf of a batch may have fewer."""
         return min(self.micro_batch_limit, self.train_batch_size)
 
     @property
@@ -331,17 +330,17 @@ class LeafArithmetic(BatchArithmetic):
         return self.train_batch_size % self.largest_slot == 0 and self.leaves == self.slots
 
     def positions(self, rank: int, samples: int) -> Sequence[int]:
-        """Return the positions of a rank's own samples in a global batch, leaf by leaf."""
+        """Return the positions of a rank's own samples in a global batch, one leaf (micro-batch) after the other."""
         own = range(rank, self.leaves_of(samples), self.data)
         return [place for number in own for place in self.places(number, samples)]
 
     def places(self, number: int, samples: int) -> range:
-        """Return the positions of leaf `number` in a global batch of `samples` samples."""
+        """Return the positions of the samples of leaf (micro-batch) `number` in a global batch of `samples` samples."""
         start = number * self.micro_batch_limit
         return range(start, min(start + self.micro_batch_limit, samples))
 
     def row(self, rank: int, samples: int) -> tuple[Leaf, ...]:
-        """Return the leaves that one rank trains, one for each micro-step, including the borrowed ones."""
+        """Return the leaves that one rank trains, one for each micro-step, including leaves repeated with weight 0."""
         count, found = self.leaves_of(samples), list[Leaf]()
         for step in range(self.accumulation):
             number = step * self.data + rank

@@ -94,8 +94,8 @@ class LoaderHost(Protocol):
     def check_order(self, loader: TrainLoader, digest: int) -> None:
         """Raise `DataError` on all working members unless they have the same `digest` of a loader's order.
 
-        Called on all of them in the first global batch of a pass, and of a world, if the order comes from the user's
-        own stream or sampler.
+        Called on all working members, in the first global batch of each pass and of each world, if the order comes from
+        the user's own stream or sampler.
         """
 
     def deal(self, slot: Slot, last: bool) -> None:
@@ -500,7 +500,7 @@ class Pass(Iterator[Any]):
 class _Remaining:
     """The lists of indices that one rank reads from the loader's position to the end of the epoch.
 
-    Position, rank and world are those at the time of `iter()`, which a torch loader calls whenever it starts over.
+    Position, rank and world are read at each `iter()`, which a torch loader calls whenever it starts over.
     """
 
     def __init__(self, loader: TrainLoader, host: LoaderHost) -> None:

@@ -190,7 +190,7 @@ class DataSource:
         return self._torch_loader(dataset, workers, generator, persistent_workers=persistent and workers > 0, **given)
 
     def _read_ahead(self, rest: Rest) -> Iterator[Any]:
-        """Read a stream in a worker process."""
+        """Return an iterator over the rest of a stream, which a worker process reads ahead of time."""
         with without_collection():
             named = {"batch_size": None, "collate_fn": _same, "prefetch_factor": READ_AHEAD}
             return iter(self._torch_loader(rest, 1, apart(rest.start), **named))
@@ -198,7 +198,7 @@ class DataSource:
     def _torch_loader(
         self, dataset: Any, workers: int, generator: torch.Generator | None, **named: Any
     ) -> DataLoader[Any]:
-        """Return a torch `DataLoader` whose workers end with this process."""
+        """Return a torch `DataLoader` whose worker processes end when this process ends."""
         context = self.multiprocessing_context or torch.multiprocessing.get_context()
         method = context.get_start_method() if workers else None
         parent = os.getpid() if method in ("fork", "spawn") else None
@@ -213,12 +213,12 @@ class DataSource:
 
 
 def _same(sample: Any) -> Any:
-    """Return a sample as it is."""
+    """Return the sample unchanged; a `collate_fn` for samples that are not collated."""
     return sample
 
 
 def _kind(sampler: Any) -> type[Any]:
-    """Return the class of a sampler; torch's in place of torchdata's, which draws the same and can tell its state."""
+    """Return the class of a sampler. For torchdata's stateful samplers, return torch's class that draws the same."""
     kind, stock = type(sampler), {"BatchSampler": BatchSampler, "StatefulDistributedSampler": DistributedSampler}
     return stock.get(kind.__name__, kind) if kind.__module__.startswith("torchdata.") else kind
 
@@ -235,7 +235,7 @@ def _data_set(data: Any) -> Any:
 
 
 def _one_worker(of_loader: int, given: int | None) -> int:
-    """Return 1 if workers were asked for, else 0. Several would give the samples in another order."""
+    """Return 1 if the user requested workers for a stream, else 0. Several workers would change the samples' order."""
     asked = of_loader if given is None else given
     if asked > 1:
         logger.warning("a stream is read by one worker on each rank, in the stream's order, not by %d", asked)

@@ -24,7 +24,7 @@ from ds_dynatrain.data.order import Cursor, EpochOrder
 from ds_dynatrain.errors import DataError
 
 UNKNOWN = 2**62
-"""Number of samples in a stream until its end has been read."""
+"""Number that stands for the length of a stream whose end has not been read."""
 KEPT_BATCHES = 2
 """Number of global batches that are kept once read, because a discarded batch is trained again."""
 
@@ -48,7 +48,7 @@ class SampleStream:
     samples: an object whose `__iter__` starts from the first sample each time. If it has a method `iter_from(number)`,
         which returns an iterator that begins with that sample, earlier samples are not read. If it has a method
         `set_epoch`, this method is called with the number of each pass.
-    read: function that iterates over a `Rest` of the stream, here or in a worker process.
+    read: function that returns an iterator over a `Rest` (the stream from some sample on), read here or by a worker.
 
     Raises `DataError` for an iterator, which cannot be read from its start a second time.
     """

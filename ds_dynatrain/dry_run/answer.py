@@ -84,7 +84,11 @@ class NodeBytes(_Part):
 
 
 class ExchangeRound(_Part):
-    """Exchanges that take place at the same time: whether they are between nodes, and the seconds of the longest."""
+    """Exchanges between members that take place at the same time.
+
+    between_nodes: whether the exchanges are between nodes rather than inside them.
+    seconds: the duration of the longest exchange.
+    """
 
     between_nodes: bool
     seconds: float
@@ -110,7 +114,7 @@ class ChangeFigures(_Part):
 
 
 class DryRunAnswer(_Part):
-    """Whether a change fits, what it costs, and on which assumptions the answer is based.
+    """The result of a dry run: whether a change fits, its costs, and the assumptions behind them.
 
     refusal: why the change is refused; "" if it fits.
     ways_out: what would work instead.

@@ -300,9 +300,9 @@ class Question:
         return found
 
     def suggestions(self, ranks: int) -> list[DryRunAnswer]:
-        """Return dry runs of layouts with `ranks` ranks that fit into memory, those with the cheapest switch first.
+        """Return dry runs of layouts with `ranks` ranks that fit into memory, ordered by the switch's expected time.
 
-        Only a limited number of layouts is planned: those that differ from the present one in the fewest sizes.
+        Only `MOST_PLANNED` layouts are tried: those that differ from the present layout in the fewest sizes.
         """
         found = sorted(self._layouts(ranks), key=self._distance)[:MOST_PLANNED]
         answers = [replace(self, target=layout).answer() for layout in found]

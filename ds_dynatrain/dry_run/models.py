@@ -143,7 +143,7 @@ def _feed_forward(values: Values) -> Iterator[ModelTensor]:
 
 
 def _experts(width: int, inner: int, count: int) -> Iterator[ModelTensor]:
-    """Yield the router and the stacks of experts, which DeepSpeed puts into an optimizer group of their own."""
+    """Yield a layer's router and its stacks of experts, which DeepSpeed puts into a separate optimizer group."""
     yield _whole("mlp.router.gate", count, width)
     for name, shape in (("w1", (inner, width)), ("w2", (width, inner)), ("w3", (inner, width))):
         yield ModelTensor(f"mlp.experts.{name}", (count, *shape), expert=True, group=1)

@@ -158,9 +158,7 @@ def page(found: DryRunAnswer) -> str:
 
 
 def _matrix(figures: ChangeFigures) -> str:
-    """Return a picture of the bytes between nodes, with a row for each sending node and a column for each receiving
-    node.
-    """
+    """Return a picture of the bytes between nodes: a row for each sending node, a column for each receiving node."""
     count, most = len(figures.nodes), max((nbytes for _, _, nbytes in figures.pairs), default=0)
     if not most:
         return "<p>No bytes go from node to node.</p>"

@@ -45,7 +45,7 @@ OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """What a worker learns from its environment when it starts: its node, the job, and the coordinator's address."""
+    """The facts that a worker reads from its environment: its node, the job, and the coordinator's address."""
 
     node: str
     local_rank: int

@@ -1,6 +1,6 @@
-"""A view of a job as Prometheus metrics: in the text format, or in OpenMetrics for clients that ask for it.
+"""Prometheus metrics of a snapshot of a job (a `View`): as text, or as OpenMetrics for clients that ask for it.
 
-Each answer has its own registry, filled from one view. It therefore contains no metrics of this process or of Python.
+Each answer has its own registry, filled from one view, and so contains no metrics of this process or of Python.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def encoded(view: View, accept: str) -> tuple[str, bytes]:
 
 
 class _Collector:
-    """Collector of one view's metrics, for a Prometheus registry."""
+    """Collector for a Prometheus registry: the metrics of one view (snapshot of the job)."""
 
     def __init__(self, view: View) -> None:
         self._view = view
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric of the view."""
+        """Yield all metrics of the job."""
         yield from _job(self._view)
         yield from _training(self._view)
         yield from _changes(self._view)

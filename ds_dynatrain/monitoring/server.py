@@ -59,7 +59,7 @@ class Monitor:
         self._thread = threading.Thread(target=serve, name="dynatrain-monitor", daemon=True)
 
     def start(self, feed: Feed[View], ask: Callable[[str], Shown]) -> None:
-        """Start a thread that serves the newest view in `feed`.
+        """Start a thread that serves the newest view (snapshot of the job) in `feed`.
 
         ask: asks a member what it is doing. Raises KeyError if there is no such member, TimeoutError if it does not
             answer.

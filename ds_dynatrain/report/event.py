@@ -122,7 +122,7 @@ class SwitchEvent:
 
     @property
     def bytes_least(self) -> int:
-        """The fewest bytes that are known to suffice: the proven bound, or else what the plan sends."""
+        """The number to compare `bytes_sent` with: the proven lower bound if it is known, else what the plan sends."""
         return self.bytes_minimum if self.bytes_bound is None else self.bytes_bound
 
     def to_json(self) -> str:

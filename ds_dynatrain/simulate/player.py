@@ -1,4 +1,4 @@
-"""A simulation of a trace (a list of losses, joins and the like) under a policy, which adds up time by activity.
+"""Simulation of a trace (a list of losses, joins and other events) under a policy; it adds up the time by activity.
 
 Between two events nothing changes except the number of steps. Events are the rows of a trace and their later effects:
 started processes become ready, and slow members are noticed.

@@ -26,7 +26,7 @@ class Standing:
     held: the world whose members hold the newest state; None if no living member has it.
     ready: the members that can train.
     speeds: the speed of each member.
-    seen: the speed of each member as far as it has been noticed.
+    seen: the speed of each member that the policy knows of; a slow-down is noticed only after some time.
     dead: the members of `held` that died since it was formed.
     leaving: the members of `held` that have been given notice and hand over their state.
     notice_seconds: the length of that notice.
@@ -181,7 +181,7 @@ def _regrouped(
     units: the members of each replica or part.
     seconds: the time of a step.
     share: the part of a global batch that a step trains.
-    kept: whether living members hold the state.
+    kept: whether the living members together hold the whole state.
     """
     members = tuple(member for unit in units for member in unit)
     world = SimulatedWorld(members, job.layout, Deal.of(job.profile, job.layout), seconds, units, share)

@@ -88,7 +88,7 @@ class SimulatedJob:
 
     layout: the layout in which all members train. Policies with a fixed shape keep its axes.
     least: the number of members below which training waits.
-    most: the number of members that may train at once; the others are spares.
+    most: the number of members that may train at once; further members are spares.
     """
 
     profile: Profile

@@ -33,7 +33,7 @@ class TraceRow(BaseModel):
         members are given notice, and are gone when it has passed; "slow": the members run at `speed` from now on;
         "end": the trace ends.
     members: the members that the event concerns.
-    speed: the speed of slow members; 1 once they are as fast as the others again.
+    speed: the relative speed of slow members; 1 ends a slow-down.
     notice_seconds: the length of a pre-emption's notice.
     noticed_seconds: the time until the others notice a loss; None for `Assumptions.detection_seconds`.
     """
@@ -183,8 +183,8 @@ class Distributions(BaseModel):
 
     hours: the length of the trace.
     loss: mean seconds between two losses of nodes in a cluster with all its nodes (MTBF); None for no losses.
-    preemption: the same for pre-emptions.
-    slow: the same for slow-downs.
+    preemption: mean seconds between two pre-emptions of nodes; None for no pre-emptions.
+    slow: mean seconds between two slow-downs of nodes; None for no slow-downs.
     back: mean seconds until a node that is gone joins again.
     notice: the length of a pre-emption's notice, in seconds.
     slow_for: the mean duration of a slow-down, in seconds. Nothing else happens to the node in the meantime.

@@ -31,7 +31,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Target:
-    """The layout in which a job is to start or to which it is to switch, and the properties that checks need.
+    """A layout to start in or to switch to, together with the properties that checks need.
 
     config: the user's whole configuration.
     layout: the layout to check.

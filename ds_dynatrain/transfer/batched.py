@@ -106,7 +106,7 @@ class Bundles:
 
 @dataclass(frozen=True)
 class Batches:
-    """All batches that one member exchanges with its peers.
+    """The batches that one member exchanges with its peers.
 
     exchanges: the messages with each peer, grouped into batches.
     count: the number of batches.

@@ -74,7 +74,7 @@ class MoveRegions:
 
     @property
     def end(self) -> Ints:
-        """For each move, the offset of the end of its last row in the buffer, in bytes."""
+        """The offset in bytes, for each move, of the end of its last row in the buffer."""
         return self.begin + (self.number - 1) * self.step + self.length
 
     def among(self, buffers: Buffers) -> Regions:

@@ -215,7 +215,7 @@ PAIRS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
 
 
 def is_peft(module: nn.Module) -> bool:
-    """Return whether a module is a peft model."""
+    """Return whether a module is a model that peft has wrapped."""
     return hasattr(module, "peft_config") and hasattr(module, "base_model")
 
 
@@ -251,7 +251,7 @@ def adapters(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
 
 
 def merged(module: nn.Module, outputs: Sequence[Output]) -> list[Output]:
-    """Return the outputs of the wrapped model with the active adapter merged in; without peft, return them unchanged.
+    """Return the outputs of a peft-wrapped model with the active adapter merged in; without peft, return `outputs`.
 
     Raises UnsupportedError if an adapter is not a low-rank term of a linear layer or an embedding.
     """

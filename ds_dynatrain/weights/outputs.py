@@ -18,7 +18,7 @@ Sized = TypeVar("Sized")
 
 
 def batches(items: Iterable[Sized], nbytes: Callable[[Sized], int], most: int) -> Iterator[list[Sized]]:
-    """Yield consecutive items in lists of at most `most` bytes. A larger item gets a list of its own."""
+    """Yield lists of consecutive items with at most `most` bytes each. A larger item is yielded alone in a list."""
     batch, filled = list[Sized](), 0
     for item in items:
         if batch and filled + nbytes(item) > most:

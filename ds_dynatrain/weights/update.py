@@ -92,7 +92,7 @@ class Receiver:
         out.settle(error)
 
     def deliver(self, out: Outgoing) -> None:
-        """Move all tensors of `out.full()`, and call `out.check_whole` before the receiver makes them visible."""
+        """Move all tensors of `out.full()`, and call `out.check_whole` before the receiver makes them available."""
         raise NotImplementedError(f"{type(self).__name__} has neither `send` nor `deliver`")
 
 

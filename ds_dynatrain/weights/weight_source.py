@@ -159,7 +159,7 @@ class WeightSource:
 
     @property
     def has_runs(self) -> bool:
-        """Whether `runs` can yield all tensors. It cannot if an adapter is merged into one of them."""
+        """Whether `runs` can yield all tensors, which it cannot if an adapter is merged into any tensor."""
         return not any(each.deltas for each in self._outputs)
 
     def runs(self) -> Iterator[tuple[str, Extent, torch.Tensor]]:

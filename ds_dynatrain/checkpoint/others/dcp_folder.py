@@ -165,7 +165,7 @@ class _Folder:
     def _sort(self, nested: Mapping[str, Any]) -> None:
         """Sort the keys into weights, states and hyper-parameters.
 
-        nested: a map from each key to its levels, outermost first. A key that is missing has one level, itself.
+        nested: a map from each key to its levels, outermost first. A key without an entry is its own only level.
         """
         levels = {key: [str(each) for each in nested.get(key) or (key,)] for key in self.shapes}
         if not any(len(each) > 1 or key.startswith(f"{OPTIM}.") for key, each in levels.items()):
@@ -269,7 +269,7 @@ class _Folder:
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
     def _rows(self, tensor: LogicalTensor, kind: str, key: str) -> Iterator[ManifestRow]:
-        """Yield the manifest rows of a tensor's pieces. Each piece is a box, stored in row-major order."""
+        """Yield the manifest rows for the pieces of a tensor. A piece is a rectangular block in row-major order."""
         shape = self._shape(key)
         if shape != tensor.shape:
             raise CheckpointError(

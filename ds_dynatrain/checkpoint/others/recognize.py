@@ -39,7 +39,7 @@ def told_at(path: Path, trust_pickle: bool = False) -> Foreign:
 
     If the path is a folder in which a file such as `latest` names a checkpoint, that checkpoint is described.
 
-    Raises CheckpointError if there is no checkpoint, if it is one of ours, or if its format is ambiguous. Raises
+    Raises CheckpointError if there is no checkpoint, if this package wrote it, or if its format is ambiguous. Raises
     CheckpointDamaged if the checkpoint cannot be read. Errors of the format's reader pass through.
     """
     if (path / RECORD).is_file():

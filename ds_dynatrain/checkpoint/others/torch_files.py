@@ -111,7 +111,7 @@ def check_pickle(data: bytes) -> None:
 
 
 def _taken(stack: list[_Made | None], opcode: pickletools.OpcodeInfo) -> list[_Made]:
-    """Pop the operands of an operation from the stack. Return them, lowest first."""
+    """Pop the operands of a pickle operation from the stack, and return them in the order in which they were pushed."""
     before, found = opcode.stack_before, list[_Made | None]()
     if pickletools.markobject in before:
         while (top := stack.pop()) is not None:
@@ -197,8 +197,7 @@ def check_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
 def check_crcs(folder: Path, archives: Iterable[Archive], place: int = 0, places: int = 1) -> None:
     """Compare the members of `torch.save` files with their CRC32s.
 
-    place: number of the first member to check.
-    places: interval between members to check. Other processes check the others.
+    place, places: check only every `places`-th member, from number `place` on. Other processes check the rest.
 
     Raises CheckpointDamaged, naming file and member, if a member does not match.
     """

@@ -38,7 +38,7 @@ class OwnedPart(NamedTuple):
 
 @dataclass
 class TrainerLink:
-    """The connections of one world of the trainer to the receivers, and the parts that this rank sends over them.
+    """The connections from one world of the trainer to the receivers, and the parts that this rank sends.
 
     world: the world's group and layout, and the tensors that it sends.
     trainers: the number of the trainer's ranks.

@@ -67,8 +67,8 @@ class Requests:
         self.url, self.timeout_seconds, self.count, self._parts = url, timeout_seconds, 0, parts
 
     def ask(self, method: str, route: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:
-        """Make a request and return the answer; None if it is empty. Raises TransferError unless the server reports
-        success.
+        """Make a request and return the answer; None if the answer is empty. Raises TransferError unless the server
+        reports success.
         """
         self.count += 1
         kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection

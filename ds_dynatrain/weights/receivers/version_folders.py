@@ -99,7 +99,7 @@ def newest(path: str | os.PathLike[str]) -> Path | None:
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version. Raises CheckpointDamaged if they differ from those that were sent."""
+    """Return the tensors in the folder of a version. Raises CheckpointDamaged unless they are as they were sent."""
     from safetensors.torch import load_file
 
     digests = json.loads((folder / RECORD).read_text(encoding="utf-8"))["digests"]
