@@ -54,8 +54,8 @@ class TrainingRecord:
     written_by: name and version of the writer.
     converted_from: the original format of a converted checkpoint, or "".
 
-    A converted checkpoint may lack some extra state and the random streams; a job that loads such a checkpoint keeps its
-    own. The groups of the tensors are valid only if the checkpoint has hyper-parameters of groups.
+    A converted checkpoint may lack some extra state and the random streams; a job that loads it then keeps its own. The
+    groups of the tensors are valid only if the checkpoint has hyper-parameters of groups.
     """
 
     step: Size

@@ -246,7 +246,7 @@ class ColumnArithmetic(BatchArithmetic):
 
 
 def _in_turn(shares: Sequence[int], rank: int, samples: int) -> list[int]:
-    """Return the positions of a rank's samples if ranks take samples in turn and ranks with a full share are skipped."""
+    """Return the positions of a rank's samples if ranks take samples in turn, skipping ranks with a full share."""
     places = (
         sum(min(share, each) for share in shares) + sum(share > each for share in shares[:rank])
         for each in range(shares[rank])

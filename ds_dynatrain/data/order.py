@@ -186,5 +186,5 @@ class SampledOrder(EpochOrder):
         return int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest(), "big") >> 1
 
     def describe(self) -> dict[str, Any]:
-        """Return all fields, and the sampler's type."""
+        """Return all fields of the order, and the name of the sampler's class."""
         return {**super().describe(), "sampler": type(self.sampler).__name__}

@@ -168,7 +168,8 @@ class Fallback(Extension):
                 logger.warning("no fallback checkpoint of step %d (%s); the one before counts", step, lost)
 
     def _finds_board(self) -> bool:
-        """Reconnect all engines to their boards after the coordinator was lost, and return whether this succeeded."""
+        """Reconnect all engines to their boards (key-value stores) after the coordinator was lost. Return whether this
+        succeeded."""
         self._engine.note_safe()
         try:
             for engine in PROCESS.engines:
@@ -255,10 +256,10 @@ class Due:
     on all members.
 
     All members pass the same boundaries. Each member counts steps itself. Rank 0's clock decides whether a save is due
-    by time; all members query the clock together, about once a second. A save
-    needs the board (the members' key-value store), and the previous save must have ended. If a member would have to
-    wait for either, all members put the save off. Members use collectives of their world to inform each other, because
-    a coordinator that hangs would block a member that asks the board.
+    by time; all members query the clock together, about once a second. A save needs the board (the members' key-value
+    store), and the previous save must have ended. If a member would have to wait for one of the two, all members
+    postpone the save. Members use collectives of their world to inform each other, because a coordinator that hangs
+    would block a member that asks the board.
     """
 
     def __init__(self, engine: EngineCore, settings: FallbackConfig) -> None:

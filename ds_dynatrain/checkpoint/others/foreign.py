@@ -12,7 +12,7 @@ The state outside tensors is called the carry. It is a dictionary.
 
 A job that loads the checkpoint keeps its own values for everything that the checkpoint lacks.
 
-`take` converts such a checkpoint to one of ours, tensor by tensor and atomically, like a save. The conversion needs
+`take` converts such a checkpoint to this package's format, tensor by tensor and atomically, like a save. It needs
 memory for the largest tensor in one state kind. If the checkpoint has only weights, masters are made from them, and the
 optimizer of a job that loads the result starts fresh.
 """

@@ -65,8 +65,8 @@ def packed(values: torch.Tensor, before: torch.Tensor) -> tuple[DeltaCounts, tor
 
 
 def check(counts: DeltaCounts, numel: int) -> DeltaCounts:
-    """Return `counts`, which a trainer has announced, unchanged. Raises TransferError if no delta of `numel` elements has
-    such counts.
+    """Return `counts`, which a trainer has announced, unchanged. Raises TransferError if no delta of `numel` elements
+    has such counts.
     """
     changes, large = counts.changes, counts.large
     if counts.places != WHOLE and not (
