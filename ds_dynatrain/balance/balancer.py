@@ -104,7 +104,7 @@ class Balancer:
         self._settled = self._next = 0
         """The first step that may be timed, and the step at which the next timing window is due."""
         self._are_new = False
-        """Whether the costs of layers are already known to have changed since the earlier windows."""
+        """Whether it is already known that the costs of layers have changed since the earlier windows."""
         self._noted: tuple[str, int] = ("", 0)
         """The segment and micro-step of the last call of `note`, and the number of calls at that micro-step."""
         engine.switch_listeners.append(self._note_switch)
@@ -142,7 +142,7 @@ class Balancer:
             logger.info("balance: %s: layers are timed at the next step", text)
 
     def expect_new_costs(self) -> None:
-        """Time steps again after a few more steps, because costs have just changed on all working members.
+        """Discard earlier timings and time steps again soon, because costs have just changed on all working members.
 
         Unlike `note` this does not communicate: all working members call it after the same step.
         """

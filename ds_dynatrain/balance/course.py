@@ -210,7 +210,7 @@ class Course:
         return replace(course, wanted=back, why=verdict.value)
 
     def moved(self, wanted: WantedMove, step: int, left: Layout, pause_seconds: float) -> Course:
-        """Return the record after the wanted move was made. A move that reverts another one is not judged.
+        """Return the record after the wanted move was made. A move that reverts another one will not be judged.
 
         step: the step of the move.
         left: the layout before the move.

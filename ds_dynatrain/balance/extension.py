@@ -1,4 +1,7 @@
-"""The extension that times layers and members, and proposes or makes faster layouts; also `engine.suggest`."""
+"""The extension that times layers and members, and proposes or makes moves to faster layouts.
+
+It also answers `engine.suggest`.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,7 @@ class Balance(Extension):
     # ---- when an engine is made --------------------------------------------------------------------------------------
 
     def stage_cut(self, config: Mapping[str, Any], exchange: Callable[[str, Any], Mapping[int, Any]]) -> Cut | None:
-        """Return a function that cuts the layers into stages according to the configured profile.
+        """Return a function that divides the layers into stages according to the configured profile.
 
         Returns None unless `pipeline.partition` is "profile", a setting for which DeepSpeed itself raises an error.
         Raises ConfigError if the profile cannot be read, or is not the same on all processes.

@@ -85,7 +85,7 @@ class Problem:
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
+        """The number of layers to divide."""
         return len(self.names)
 
 

@@ -103,10 +103,10 @@ class StageWork:
 
 
 def simulate(work: StageWork, micro_batches: int) -> tuple[Floats, Floats]:
-    """Simulate the passes of one batch through a pipeline, without the optimizer's step and messages that follow.
+    """Simulate the passes of one batch through a pipeline, without the optimizer's step and the messages that follow.
 
-    Returns two arrays [stages]: the seconds until a stage has made its last pass and sent its result, and the seconds
-    for which it computes.
+    Returns two arrays [stages]: the seconds until a stage has finished its last pass and sent the result, and the
+    seconds for which it computes.
 
     At each step a stage exchanges messages with only one neighbour: the previous stage if the step is forward,
     otherwise the next one. Both stages exchange the same two messages in the same order, so a step is one exchange and
@@ -135,11 +135,11 @@ FREE = LinkCosts()
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted seconds of one step, which are the sum of the first six fields.
+    """The predicted time of one step, in seconds: the sum of the first six fields.
 
     compute_seconds: the passes of the busiest rank, and loading its samples.
-    waiting_seconds: the additional time until all stages have made their passes: messages between stages, and the
-        bubble.
+    waiting_seconds: the additional time until all stages have finished their passes: messages between stages, and the
+        pipeline bubble.
     reduce_seconds: reducing the gradients.
     optimizer_seconds: the optimizer's step.
     gather_seconds: gathering the weights.
@@ -192,7 +192,7 @@ def step_time(
 def column_seconds(
     profile: Profile, layout: Layout, deal: Deal, speeds: Sequence[float], links: LinkCosts = FREE
 ) -> tuple[Floats, Floats]:
-    """Return two arrays [data]: seconds until each data index has made its passes, and seconds of one more micro-batch.
+    """Return, for each data index, when its passes end and how long one more micro-batch takes, in seconds.
 
     Raises LayoutError if the boundaries do not belong to this layout.
     """

@@ -95,7 +95,7 @@ KERNELS: Mapping[str, Callable[[int], Iterator[torch.Tensor]]] = {
 
 
 def _placed(place: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return numbers between -8 and 8 whose memory begins `place` elements after an aligned address."""
+    """Return a tensor of numbers between -8 and 8 whose memory begins `place` elements after an aligned address."""
     count = torch.Size(shape).numel()
     room = torch.empty(place + count, dtype=dtype)
     whole = (torch.arange(count) * 40503 + 12289) % 65536 - 32768

@@ -67,7 +67,7 @@ class KeptBytes:
 
     @property
     def class_zones(self) -> tuple[Ints, Ints]:
-        """The zones of the classes of ranks and of slots."""
+        """Two arrays: the zone (set of nodes) of each class of ranks, and of each class of slots."""
         return self.zones[0][self.ranks.first], self.zones[1][self.slots.first]
 
     def within(self, rank_zone: Ints, slot_zone: Ints) -> KeptBytes:

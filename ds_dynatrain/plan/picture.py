@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 Rows = tuple[Ints, Ints, Ints]
 """Runs of coordinates as arrays: (rank, start, stop)."""
 ROWS_AT_ONCE = 1 << 20
-"""How many runs are collected before they are counted."""
+"""Number of runs that are collected before their bytes are counted."""
 
 
 @dataclass(frozen=True, eq=False)

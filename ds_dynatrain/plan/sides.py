@@ -340,7 +340,7 @@ class Sides:
 
 
 def width_of_shares(copies: Copies) -> int:
-    """Return the length of the runs that are assigned in turn to ranks that hold copies."""
+    """Return the length of the runs that ranks with copies of the same elements send in turn."""
     return copies.each // TURNS if copies.each >= TURNS * SMALLEST_SHARE else max(1, copies.each)
 
 

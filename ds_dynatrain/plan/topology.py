@@ -21,7 +21,8 @@ MEMORY, NODE, NETWORK = 0, 1, 2
 CLASSES = ("memory", "node", "network")
 ASSUMED = "assumed"
 OVERHEAD = 1.25
-"""Time of moves over that of their bytes alone, from docs/figures/training.md (at most four ranks)."""
+"""Factor by which moves take longer than the transfer of their bytes, from docs/figures/training.md (up to four ranks).
+"""
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Floats = npt.NDArray[np.float64]

@@ -14,7 +14,8 @@ from ds_dynatrain.errors import LayoutError
 RANK_ORDER = ("pipe", "data", "sequence", "tensor")
 STAGES = (0, 1, 2, 3)
 OF_AXES = {"pipe": "boundaries", "data": "shares", "expert": "experts"}
-"""Map from an axis to the field of a layout that assigns something to each index of the axis."""
+"""Map from an axis to the field of a layout that describes the indexes of this axis, such as their shares of samples.
+"""
 NO_AXES = ("zero_stage", *OF_AXES.values(), "order")
 """Fields of a layout that are not axes."""
 ExpertMap = tuple[tuple[tuple[int, ...], ...], ...]
@@ -189,7 +190,7 @@ class Layout:
     def __str__(self) -> str:
         """Return a short form for people, such as "data=4 zero_stage=2".
 
-        Other axes of size 1 are left out. An order of tensors appears as "owners=nearest".
+        Axes of size 1, except data, are left out. An order of tensors appears as "owners=nearest".
         """
         parts = []
         for name, size in self.axes().items():

@@ -72,9 +72,9 @@ class Strips:
         return Strips(start, stop, address, np.tile(self.width, count), np.tile(self.step, count))
 
     def address_of(self, strip: Ints, coordinate: Ints) -> Ints:
-        """Return the addresses of coordinates.
+        """Return the address of each coordinate.
 
-        strip: the number of the strip that contains each coordinate.
+        strip: the number of the strip that contains the coordinate.
         """
         return self.address[strip] + reach(coordinate - self.start[strip], self.width[strip], self.step[strip])
 
@@ -84,7 +84,9 @@ class Strips:
         return Hulls(self, row, strip, low, high, self.address_of(strip, low), self.address_of(strip, high - 1) + 1)
 
     def at_addresses(self, first: Ints, last: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return (row, strip, start, stop) for the coordinates that lie in each range [first, last) of addresses."""
+        """Return the coordinates whose addresses lie in the ranges [first[row], last[row]), as (row, strip, start,
+        stop).
+        """
         order, low, high, before, count = self._by_address
         row, group, _, _ = interval.intersect(first, last, low, high)
         again, nth = interval.expand(count[group])

@@ -57,7 +57,7 @@ class LogicalTensor:
 
     @property
     def trainable(self) -> bool:
-        """Whether an optimizer group owns the tensor."""
+        """Whether the tensor belongs to an optimizer group; otherwise it is frozen."""
         return self.group != FROZEN
 
     @property
@@ -196,7 +196,7 @@ class Pieces:
 
     @property
     def numel(self) -> int:
-        """Number of elements in all runs."""
+        """Number of elements in all pieces."""
         return int((self.stop - self.start).sum())
 
     @property

@@ -78,9 +78,7 @@ class CurriculumOrder(EpochOrder):
             yield self._draw(epoch * self.steps + number)[0]
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return DeepSpeed's difficulties and counts at the time when global batch `step` was drawn, keyed by its
-        names.
-        """
+        """Return DeepSpeed's difficulties and counts when global batch `step` was drawn, keyed by DeepSpeed's names."""
         return copy.deepcopy(self._draw(epoch * self.steps + step)[1])
 
     def describe(self) -> dict[str, Any]:

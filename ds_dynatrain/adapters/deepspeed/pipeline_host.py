@@ -125,9 +125,9 @@ class StageHost(Host):
 
     @property
     def compiled_modules(self) -> list[str]:
-        """A list with one entry if layers are compiled, and an empty list otherwise.
+        """Names of the compiled modules, the same on all members: one entry for all compiled layers, or none.
 
-        It contains no layer names, because all members must report the same list and stages have different layers.
+        Layers are not listed one by one, because stages have different layers.
         """
         return [] if self.compiled_with is None else ["every layer"]
 

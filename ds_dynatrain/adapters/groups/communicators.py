@@ -193,13 +193,13 @@ class Endpoint:
 def make_communicator(where: Endpoint, seconds: float, stop: Stop = go_on) -> Communicator:
     """Make a communicator, and connect it if its library can connect before use. All of its members must call this.
 
-    seconds: time-out for connecting. Collectives have the time-out that they have in any DeepSpeed job.
+    seconds: timeout for connecting. Collectives have the timeout that they have in any DeepSpeed job.
     stop: callback that is called repeatedly while this call waits; it may raise.
 
     Raises RuntimeError if torch does not know the accelerator's back-end, or if the communicator cannot be connected
     within `seconds`; the communicator is then aborted.
 
-    A library may wait for a peer forever, so the connection is made in a separate thread. After a time-out that thread
+    A library may wait for a peer forever, so the connection is made in a separate thread. After a timeout that thread
     is left behind, and if it still makes a communicator, the communicator is aborted.
     """
     found = call_beside(on_device(partial(_connected, where, seconds + SPARE_SECONDS)), "dynatrain-connect")

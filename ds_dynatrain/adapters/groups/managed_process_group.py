@@ -44,7 +44,7 @@ LOOK = timedelta(seconds=0.25)
 MESSAGES = ("send", "recv", "recv_anysource")
 """Methods that involve only two ranks."""
 NO_LIMIT = timedelta(0)
-"""Value that torch passes to `wait` if the caller gives no time-out."""
+"""Value that torch passes to `wait` if the caller gives no timeout."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -234,7 +234,7 @@ class PythonGroup(td.ProcessGroup):
         self._set_default_backend(kind)
 
     def collective(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Run the collective named `name`, a method of torch's groups."""
+        """Run a collective: a method, with the given name, of torch's groups."""
         raise NotImplementedError
 
 
@@ -255,7 +255,7 @@ class ManagedProcessGroup(PythonGroup):
 
     It serves the CPU through gloo. Once connected, it serves an accelerator through a communicator that other groups
     may share. torch's own group takes its name from one of its back-ends, so if two groups shared a back-end, the first
-    group would get the name of the second; this class keeps its own name. Messages have the time-out of collectives:
+    group would get the name of the second; this class keeps its own name. Messages have the timeout of collectives:
     with gloo's default, a receiver would give up after the time allowed for connecting, but a pipeline stage may
     compute for longer.
 
@@ -362,7 +362,7 @@ class ManagedWork(Work):
         if self._name in MESSAGES:  # wait once: a timed-out wait ends the connection
             return self._work.wait(default_pg_timeout)
         # Gloo may miss the shutdown of its sockets if it happens just as a collective begins (measured: in some of ten
-        # runs of a loop of small collectives). Gloo's thread then waits until its time-out.
+        # runs of a loop of small collectives). Gloo's thread then waits until its timeout.
         while True:
             is_lost = self._status.is_lost
             try:

@@ -46,7 +46,7 @@ OURS = "dynatrain_"
 def make_group(store: Store, name: str, rank: int, size: int, seconds: float) -> Made:
     """Make a gloo group over `store`, not yet known to `torch.distributed`. Blocks until all `size` ranks have joined.
 
-    seconds: time-out for joining. Collectives have the time-out that they have in any DeepSpeed job, because a member
+    seconds: timeout for joining. Collectives have the timeout that they have in any DeepSpeed job, because a member
         may be delayed by an evaluation or by another member's request.
 
     This does what `init_process_group` does for one back-end, but without its global state, so it can run in a thread.

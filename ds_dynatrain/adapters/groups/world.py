@@ -181,7 +181,7 @@ class World:
     # ---- the groups
 
     def hold(self, kind: str, ranks: Ranks, held: HeldGroup, is_of_user: bool = False) -> None:
-        """Add a group that was made for this world, or kept from the previous one."""
+        """Add to this world a group that was made for it or kept from the previous world."""
         self._of_user |= {kind} if is_of_user else set()
         held.users += held not in self._held.values()
         self._held[kind], self._ranks[kind] = held, ranks
@@ -287,7 +287,10 @@ class World:
         return (kind if kind in self._of_user else "", members)
 
     def lacks(self, previous: World | None) -> bool:
-        """Return whether `connect` would have to make a new communicator on this member."""
+        """Return whether `connect` would have to make a new communicator on this member.
+
+        previous: the world whose communicators can be kept, or None.
+        """
         return any(self._known(kind, previous) is None for kind in self._served())
 
     def connect(self, seconds: float, previous: World | None = None, stop: Stop = go_on) -> Connections:
@@ -296,7 +299,7 @@ class World:
         Communicators of `previous` are kept, in both worlds, if their members stay in the same order. All members come
         to the same choice. Does nothing on a member without a rank, or without an accelerator.
 
-        seconds: time-out for the other ranks.
+        seconds: timeout for the other ranks.
         stop: callback that is called repeatedly during waits; it may raise.
 
         Raises RuntimeError if a communicator cannot be made.

@@ -315,7 +315,9 @@ class TensorShaper(Shaper):
         return self._cuts[size]
 
     def _nearest(self, layout: Layout) -> int:
-        """Return the largest smaller tensor size that works with the ZeRO stage of `layout`; 1 if there is none."""
+        """Return the largest tensor size below that of `layout` that AutoTP and the ZeRO stage allow; 1 if there is
+        none.
+        """
         for size in range(layout.tensor - 1, 1, -1):
             try:
                 refuse_empty(self._described(size), self._config, layout.replace(tensor=size))
@@ -372,7 +374,7 @@ class AutoEPShaper(Conversion, TensorShaper):
         return {name: replace(whole[name], expert=cut.expert) for name, cut in cuts.items()}
 
     def make(self, layout: Layout, rank: int) -> Made:
-        """Return the template's children, converted by AutoEP and cut by AutoTP."""
+        """Return the children of the template, converted by AutoEP and cut by AutoTP for a rank of a layout."""
         return self.cut(self.dealt(layout.expert, layout.expert_place(rank)[0]), layout, rank)
 
     def enter(self, engine: Any, layout: Layout) -> None:

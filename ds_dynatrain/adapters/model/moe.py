@@ -99,7 +99,7 @@ def check_size(counts: Mapping[str, int], size: int) -> None:
 
 
 def refuse_other_axes(layout: Layout, *tried: str) -> None:
-    """Raise LayoutError for axes that have not been tested together with experts.
+    """Raise LayoutError if a layout uses an axis that has not been tested together with experts.
 
     tried: the axes besides data and expert that have been tested.
     """
@@ -130,8 +130,7 @@ def ask_for_present_groups(model: nn.Module) -> None:
 
 
 def enter_layers(engine: Any, size: int) -> None:
-    """Set in the engine what DeepSpeed's constructor sets for layers with experts: its lists of these layers, and their
-    groups.
+    """Set in the engine its lists of layers with experts, and their process groups, as DeepSpeed's constructor does.
 
     Called once the world is installed and the engine's module has this rank's layers.
 

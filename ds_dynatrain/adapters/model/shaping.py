@@ -107,7 +107,7 @@ def partition_of(shaper: Shaper, names: tuple[str, ...], layout: Layout) -> Part
 
 @dataclass(frozen=True)
 class Shape:
-    """The inputs that determine a root's children: the sizes of the axes, and this member's index on each axis."""
+    """The inputs that determine a root module's children: the sizes of the axes, and this member's index on each."""
 
     pipe: int
     boundaries: tuple[int, ...] | None

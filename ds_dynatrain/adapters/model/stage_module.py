@@ -259,7 +259,8 @@ class StageExperts(Conversion):
         listed: bool,
         first: Mapping[str, int],
     ) -> None:
-        """Take over a module with all layers, and give it DeepSpeed's layers with the previous layers' values.
+        """Take over a module with all layers: convert its layers to DeepSpeed's, and copy the values of the replaced
+        ones.
 
         source: the module's template.
         listed: whether the caller has lists of the module's parameters.

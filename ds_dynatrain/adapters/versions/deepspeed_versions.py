@@ -218,9 +218,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_axes(layout: Layout) -> None:
-    """Raise SwitchRefused for a layout with an axis other than data, if such axes were not tested with the installed
-    series.
-    """
+    """Raise SwitchRefused if a layout uses axes other than data that the installed series was not tested with."""
     wide = [f"{axis}={size}" for axis, size in layout.axes().items() if axis != "data" and size > 1]
     if wide and not present().is_newest:
         raise SwitchRefused(

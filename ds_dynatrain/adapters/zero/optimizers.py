@@ -62,7 +62,7 @@ class OptimizerRule:
 
 
 STEP: Values = {"step": torch.tensor(0.0, dtype=torch.float32)}
-"""Scalars of torch's optimizers, which count steps in a float tensor."""
+"""Scalars that torch's optimizers keep: a step count, as a float tensor."""
 
 
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
@@ -216,7 +216,7 @@ def moment_kinds(optimizer: torch.optim.Optimizer, types: ElementTypes) -> tuple
 
 
 def moment_types(optimizer: torch.optim.Optimizer, weight: torch.dtype) -> dict[str, torch.dtype]:
-    """Return a map from each moment whose type is not that of the master to its type.
+    """Return a map from moment to type, for the moments whose type is not that of the master.
 
     Muon's momentum has the type in which gradients are sent.
 

@@ -362,9 +362,9 @@ def stage_of(engine: Any, model: ModelMap) -> ZeroStage:
 
 
 def link_fragments(zero: Any) -> None:
-    """Link the parameters of stages 1 and 2, or of BF16_Optimizer, to their masters by the true offsets.
+    """Link the parameters of stages 1 and 2, or of BF16_Optimizer, to the right parts of the masters.
 
-    DeepSpeed itself uses true offsets only if it believes that there is padding.
+    By itself DeepSpeed may link them by wrong offsets unless it knows of padding between tensors.
     """
     is_reordered = getattr(zero, "round_robin_gradients", False)
     padded = {"round_robin_bit16_padding": [[1]] * len(zero.bit16_groups)} if is_reordered else {}

@@ -80,7 +80,7 @@ class ElementTypes:
 class MemoryPlace(NamedTuple):
     """A device, and the kind of its memory.
 
-    pinned: whether the memory is page-locked host memory, from and to which an accelerator copies by itself.
+    pinned: whether the memory is page-locked host memory, which an accelerator can access directly.
     """
 
     device: torch.device
@@ -175,7 +175,7 @@ def reusable(
 
 
 def _by_buffer(pieces: Pieces) -> dict[BufferId, bytes]:
-    """Return a map from each buffer to its runs and their offsets, as bytes, so that two layouts can be compared."""
+    """Return the runs and offsets in each buffer, as bytes, so that two layouts can be compared."""
     columns = np.stack([pieces.start, pieces.stop, pieces.offset], axis=1)
     found = {}
     for index in np.unique(pieces.buffer).tolist():

@@ -63,7 +63,7 @@ class ZeroStage(ABC):
         self.engine, self.model, self.zero, self.basic = engine, model, engine.optimizer, engine.basic_optimizer
 
     alone: ClassVar[str] = "tensor"
-    """Kind of place (`BufferId.place`) of the buffers of frozen tensors."""
+    """The `BufferId.place` of the buffers of frozen tensors."""
 
     @abstractmethod
     def stepped(self) -> Iterator[Stepped]:

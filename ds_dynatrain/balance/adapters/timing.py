@@ -43,16 +43,17 @@ class StageTimes:
 
     forward: [passes, layers of the stage], the seconds of each forward pass.
     backward: [passes, layers of the stage], the seconds of each backward pass.
-    step_seconds: the optimizer's seconds for the `stepped` elements, without norms and messages.
+    step_seconds: the seconds in which the optimizer steps `stepped` elements, without norms and messages.
     stepped: the number of elements that the optimizer stepped.
     output_bytes: the bytes of each layer's output for one micro-batch.
-    waits: [passes], the seconds for which another thread had the core, in the forward and in the backward passes.
-    busy_seconds: the seconds of all passes, each as long as the median one, and of the optimizer.
     kept_bytes: the bytes that each layer's forward pass keeps for its backward pass. With activation checkpointing
         these are the inputs for recomputing the pass. 0 for a compiled layer.
-    load_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
-    message_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
-    beside_seconds: see `balance.profile.Profile`; thread time, so 0 on accelerators.
+    waits: [passes], the seconds for which another thread had the core, in the forward and in the backward passes.
+    busy_seconds: the seconds of all passes, each taken to be as long as the median one, and of the optimizer.
+    load_seconds: loading the samples of a micro-batch. This and the next two are times of this rank's thread, so 0 on
+        accelerators.
+    message_seconds: the time of one message between stages.
+    beside_seconds: the rest of a step, outside passes, optimizer step, loading and messages.
     """
 
     forward: npt.NDArray[np.float64]

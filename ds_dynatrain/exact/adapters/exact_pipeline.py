@@ -48,7 +48,7 @@ class Leaves:
         self._begun = {False: 0, True: 0}
 
     def begin(self, is_backward: bool) -> Leaf:
-        """Return the next micro-batch to go forward or backward, and make it the current one."""
+        """Return the next micro-batch for a forward or backward pass, and make it the current one."""
         self.now = self._begun[is_backward]
         self._begun[is_backward] += 1
         return self.passes[self.now]

@@ -84,7 +84,7 @@ class LeafSums:
             self._send_next()
 
     def finish(self) -> None:
-        """End a backward pass. After the last one of a global batch, give the sums to DeepSpeed."""
+        """End a backward pass. After the last pass of a global batch, also give the sums to DeepSpeed."""
         self.end_leaf()
         if self._zero.is_gradient_accumulation_boundary():
             self.close()

@@ -101,7 +101,7 @@ class Lines:
         raise NotImplementedError
 
     def held(self) -> list[torch.Tensor]:
-        """Return the gradient sums that DeepSpeed holds, in fp32. Padding is 0."""
+        """Return the gradient sums that DeepSpeed currently holds, in fp32; padding is 0."""
         raise NotImplementedError
 
 
@@ -144,7 +144,7 @@ class FlatLines(Lines):
         self._zero.averaged_gradients[line] = [total]
 
     def held(self) -> list[torch.Tensor]:
-        """Return the averaged gradients of all optimizer groups."""
+        """Return the averaged gradients that DeepSpeed currently holds for all optimizer groups."""
         return [part for parts in self._zero.averaged_gradients.values() for part in parts]
 
     def _chunks_of(self, line: int) -> Iterator[Chunk]:
