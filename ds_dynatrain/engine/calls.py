@@ -1,4 +1,4 @@
-"""Implementation of an engine's calls that save and load checkpoints."""
+"""Implementation of the engine's calls that save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ masters and optimizer states of experts by rank, so at another expert size it wo
 
 
 class SavingEngine(LoadingEngine):
-    """An engine that saves and loads checkpoints, in our format and in DeepSpeed's; see `DynatrainEngine`."""
+    """An engine that saves and loads checkpoints in our format and in DeepSpeed's; see `DynatrainEngine`."""
 
     def save(self, path: str | os.PathLike[str], tag: str | None, background: bool) -> Path | PendingSave:
         """Save a checkpoint; see `DynatrainEngine.save`."""
@@ -129,18 +129,18 @@ class SavingEngine(LoadingEngine):
         return result
 
     def _key(self, call: str) -> str:
-        """Return a key for a call that no other call of this job uses."""
+        """Return a key for a call, which is unique in this job."""
         return f"{call}/{self.place_in_training()}"
 
     def _refuse_late(self, call: str) -> None:
-        """Raise CheckpointError on all members if a late switch is incomplete, so that part of the state is still
-        moving."""
+        """Raise CheckpointError on all members if a late switch is not complete, because some optimizer state is still
+        in transit."""
         if self.awaits_late:
             raise CheckpointError(f"{call}: {self.in_the_way()}; call it after that")
 
     def _refuse_map(self, call: str, way_out: str) -> None:
-        """Raise CheckpointError if the layout has a map of experts, because DeepSpeed names the files of experts by
-        their position on the ranks rather than by expert."""
+        """Raise CheckpointError if the layout assigns experts to ranks by a map: DeepSpeed names the files of experts
+        by their position on the ranks rather than by expert."""
         if self.layout.experts is not None:
             raise CheckpointError(
                 f"{call}: the layout has a map of experts, and DeepSpeed's files would mix up experts that are not at "
@@ -148,10 +148,11 @@ class SavingEngine(LoadingEngine):
             )
 
     def _arrive(self, call: str, path: str | os.PathLike[str], tag: str | None) -> list[Any] | None:
-        """Return the folder and tag on which all members agree. Return None on a member that joined late and is not at
-        the same call as the others.
+        """Return the folder and tag that all members use; None on a member that joined late and is not at the same call
+        as the others.
 
-        Raises CheckpointError on an idle member, in a discarded batch, and during a late switch.
+        Raises CheckpointError on an idle member, in a discarded batch, and during a late switch (optimizer state is
+        still in transit).
         """
         if self.idle:
             raise CheckpointError(
@@ -166,10 +167,10 @@ class SavingEngine(LoadingEngine):
     # ---- whether DeepSpeed reads a checkpoint itself, or our code reads it -------------------------------------------
 
     def _is_for_us(self, load_dir: Any, tag: Any, part: CheckpointPart) -> bool:
-        """Return whether our code reads a checkpoint: one in our format, or a DeepSpeed checkpoint that DeepSpeed
-        cannot load here.
+        """Return whether our code, instead of DeepSpeed's, has to load a checkpoint: one in our format, or one that
+        DeepSpeed cannot load in this layout.
 
-        Rank 0 decides and informs all working members, which must act the same.
+        Rank 0 decides for all working members.
 
         Raises CheckpointError on all members if no decision is possible, or if only weights are requested and DeepSpeed
         would not read them.
@@ -182,7 +183,7 @@ class SavingEngine(LoadingEngine):
 
 
 def _not_saved(call: str, path: str | os.PathLike[str], tag: str | None) -> Path:
-    """Log that this member, which joined late, saves nothing, and return the path that its call returns."""
+    """Log that this member, which joined late, saves nothing; return the path that its call to save returns."""
     logger.warning("%s(%s, %s): %s save nothing here; %s", call, path, tag, ELSEWHERE, COUNT)
     return Path(path) / (tag or "")
 
@@ -220,8 +221,8 @@ def _is_read_here(engine: EngineCore, load_dir: Any, tag: Any, part: CheckpointP
 
 
 def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether a checkpoint was divided differently: by another layout, or by other ZeRO settings
-    (`ZeroRules`)."""
+    """Return whether a checkpoint of DeepSpeed's was divided differently from the current state: by another layout, or
+    by other ZeRO settings (`ZeroRules`)."""
     try:
         if not _is_same_layout(engine, held):
             return True
@@ -231,7 +232,7 @@ def _differs(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _is_beyond(engine: EngineCore, held: ZeroFolder, part: CheckpointPart) -> bool:
-    """Return whether DeepSpeed would fail to read the requested part of a checkpoint, or would read nothing.
+    """Return whether DeepSpeed would fail to read the requested part of its checkpoint, or would silently read nothing.
 
     DeepSpeed gathers the weights of stage 3 from the files of an equal number of ranks. If only `load_module_only` is
     set, it reads no weights of stage 3.
@@ -250,8 +251,8 @@ def _is_same_layout(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
-    """Return whether ranks held other parts of the state when the checkpoint was saved, as with another
-    `round_robin_gradients` or `sub_group_size`."""
+    """Return whether ranks held different parts of the state when the checkpoint was saved, for example because
+    `round_robin_gradients` or `sub_group_size` was different."""
     layout, now = engine.layout, engine.vps
     if not layout.zero_stage:
         return False
@@ -263,7 +264,7 @@ def _is_cut_anew(engine: EngineCore, held: ZeroFolder) -> bool:
 
 
 def _cut(space: VirtualParameterSpace, layout: Layout, rank: int) -> list[Any]:
-    """Return the sizes of a rank's buffers, and where each piece of its masters lies."""
+    """Return the sizes of a rank's buffers, and the location of each range of its masters in them."""
     held = space.holding(layout, rank, MASTER)
     columns = held.start, held.stop, held.buffer, held.offset
     return [space.local(layout, rank).sizes(), *(column.tolist() for column in columns)]

@@ -1,4 +1,4 @@
-"""Changes of this member's place (layout, members, rank and generation), as they are reported to the script."""
+"""Changes of a member's layout, members, rank and generation, as they are reported to the script."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ds_dynatrain.space import Layout
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a member in the job.
+    """A member's position in the job.
 
-    layout: the layout of the current world, even if this member is idle.
-    members: the member at each rank of the current world, even if this member is idle.
+    layout: the layout of the current world, also on an idle member.
+    members: the member at each rank of the current world, also on an idle member.
     rank: this member's rank; -1 on an idle member.
     generation: the number of this member's world; 0 on an idle member.
     """
@@ -31,16 +31,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a member's place in the job, since the last change that was reported to that member.
+    """A change of a member's position in the job, since the last change that was reported to the script on that member.
 
-    before: the place that was last reported.
+    before: the position that was last reported.
 
-    after: the current place.
+    after: the current position.
 
     step: the number of optimizer steps done.
 
     reason: "switch", or the name of the extension that requested the switch; "rolled back: ..." if a late switch was
-    undone; the coordinator's reason if members have come or gone.
+        undone; the coordinator's reason if members have come or gone.
     """
 
     before: Place

@@ -1,8 +1,8 @@
-"""Discarded global batches: what DeepSpeed's calls do after the world was aborted in the middle of a global batch.
+"""Discarded global batches: how DeepSpeed's calls behave after the world was aborted in the middle of a global batch.
 
-A new world is formed at once. The open global batch is discarded: its gradients are dropped, and `backward` and `step`
-do nothing until the loader returns the same batch again. Until then the engine sends and receives nothing, because
-other members may be at another line of the script, and newcomers have not run this part of it.
+A new world is formed at once. The unfinished global batch is discarded: its gradients are dropped, and `backward` and
+`step` do nothing until the loader returns the same batch again. Until then the engine sends and receives nothing,
+because other members may be at another line of the script, and newcomers have not run this part of it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ DISCARDED = (
 
 @dataclass(eq=False)
 class DiscardableEngine(EngineCore):
-    """An engine whose open global batch can be discarded: the engine records where the batch begins, so that it can be
-    trained again."""
+    """An engine that can discard an unfinished global batch: it records where the batch begins, so that the batch can
+    be trained again."""
 
     _loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     _streams: streams.Streams | None = None
     _output: Any = None
 
     def open_window(self, stays_discarded: bool = False) -> None:
-        """Record the beginning of a global batch. Called before a loader returns the first micro-batch.
+        """Record the beginning of a global batch. Called before a loader returns the first micro-batch of it.
 
         stays_discarded: whether the first engine of the process has not yet finished the global batch in which the
             world was aborted. If so, a discarded batch of this engine stays discarded.
@@ -47,12 +47,14 @@ class DiscardableEngine(EngineCore):
         self.note_window()
 
     def note_window(self) -> None:
-        """Record the current positions of the loaders and the random streams as the beginning of the global batch."""
+        """Record the current positions of the loaders and the states of the random generators as the beginning of a
+        global batch."""
         self._loaders = {name: loader.state_dict() for name, loader in self.train_loaders.items()}
         self._streams = streams.capture()
 
     def discard_window(self) -> None:
-        """Drop the gradients of the open global batch, and go back to its beginning."""
+        """Drop the gradients of the unfinished global batch, and return loaders and random generators to its
+        beginning."""
         dealt = self.open_batch.is_dealt
         self.host.break_off()
         self.go_back(dealt)
@@ -62,9 +64,9 @@ class DiscardableEngine(EngineCore):
         self.host.drop_gradients()
 
     def go_back(self, has_dealt: bool) -> None:
-        """Go back to the beginning of the global batch.
+        """Return loaders and random generators to the beginning of the global batch, and mark the batch as discarded.
 
-        has_dealt: whether one of our loaders has returned some of the batch. If not, the user's code manages the
+        has_dealt: whether a loader of this package has returned some of the batch. If not, the user's code manages the
             position in the data.
         """
         self.is_discarded = True
@@ -77,23 +79,25 @@ class DiscardableEngine(EngineCore):
                 streams.restore(self._streams)
 
     def refuse_switch(self) -> None:
-        """Raise SwitchRefused in a discarded batch. Newcomers do not run that batch, so they would not answer the
-        request."""
+        """Raise SwitchRefused if the current global batch is discarded: newcomers do not run that batch, so they would
+        not answer a request."""
         if self.is_discarded:
             raise SwitchRefused(*DISCARDED)
 
     def remember(self, output: Any) -> Any:
-        """Return the output of a forward pass. Keep the output, too, if computing it again would need other ranks."""
+        """Return the output of a forward pass unchanged. Also keep a copy of it if computing it again would need other
+        ranks."""
         if needs_peers(self.layout) and (self.host.module.training or self._output is None):
             self._output = pytree.tree_map(_leaf, output)
         return output
 
     def forward_again(self, forward: Callable[[], Any], needed_peers: bool) -> Any:
-        """Return a substitute for a forward pass's output after a new world was formed. The substitute trains nothing.
+        """Return a replacement for the output of a forward pass that was interrupted. Training on it has no effect.
 
-        It is the real output if computing it needs no other rank. Otherwise it is the last output that was kept, filled
-        with NaN if the module is evaluating. Raises WorldChanged if no output was kept.
+        If the pass needs no other rank, this is the real output. Otherwise it is the last output that was kept, filled
+        with NaN if the module is in evaluation mode. Raises WorldChanged if no output was kept.
 
+        forward: runs the forward pass.
         needed_peers: whether the forward pass needed other ranks in the old world.
         """
         before = streams.capture()
@@ -115,19 +119,19 @@ def needs_peers(layout: Layout) -> bool:
 
 
 def _leaf(value: Any) -> Any:
-    """Return a tensor without its autograd history, and any other value unchanged. `backward` can still be called on
-    the tensor if it could before, but reaches no parameter."""
+    """Detach a tensor from its autograd history, and return any other value unchanged. `backward` can still be called
+    on the tensor if it could before, but reaches no parameter."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _nan_like(value: Any) -> Any:
-    """Return a tensor filled with NaN for a floating-point tensor, and any other value unchanged."""
+    """Replace a floating-point tensor by one filled with NaN, and return any other value unchanged."""
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return torch.full_like(value, float("nan"), requires_grad=value.requires_grad) if is_float else value
 
 
 class Loss(torch.Tensor):
-    """A scalar tensor with an autograd graph, whose `backward` survives the loss of the world.
+    """A scalar tensor with an autograd graph whose `backward` does not fail if the world is lost.
 
     Any result computed from it is a plain tensor, whose `backward` raises WorldChanged if the world is lost.
     """
@@ -151,17 +155,17 @@ class Loss(torch.Tensor):
         self._membership.surviving(engine, lambda: super(Loss, self).backward(*given), lambda: None)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain tensor, without the engine."""
+        """Pickle this object as a plain tensor, without the engine."""
         return plain(self).__reduce_ex__(protocol)
 
 
 def plain(value: torch.Tensor) -> torch.Tensor:
-    """Return the plain torch tensor of a `Loss`, and any other tensor unchanged."""
+    """Convert a `Loss` into a plain torch tensor, and return any other tensor unchanged."""
     return value.as_subclass(torch.Tensor) if isinstance(value, Loss) else value
 
 
 def guarded(output: Any, engine: EngineCore, membership: Membership) -> Any:
-    """Return a forward pass's output, with every scalar tensor that has a graph replaced by a `Loss`."""
+    """Return the output of a forward pass, with every scalar tensor that has an autograd graph replaced by a `Loss`."""
 
     def guard(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.grad_fn is None or value.numel() != 1:

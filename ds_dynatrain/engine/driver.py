@@ -1,7 +1,7 @@
 """Driver of `BoundaryMachine`: gives it the state of this process's engines, and carries out its decisions.
 
 A switch covers a list of engines: one engine if the script requested the switch, all of them in a change of members.
-Either all of them commit or none.
+Either all of these engines commit or none does.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ T = TypeVar("T")
 
 
 class Driver:
-    """Driver of the boundary machine: gives it the state of this process's engines, and carries out the actions that it
-    returns.
+    """Driver of the boundary machine: gives it the state of this process's engines, and carries out the actions that
+    the machine returns.
 
     elastic: the membership of the process; None in a launch of fixed size, whose generation never changes.
     leave: ends the process; its argument is `EndProcess.must_save`.
@@ -96,7 +96,8 @@ class Driver:
 
     @property
     def elastic(self) -> Elastic:
-        """Membership of a job whose members come and go. Raises RuntimeError in a launch of fixed size."""
+        """Membership of this process in a job whose members come and go. Raises RuntimeError in a launch of fixed
+        size."""
         if self._elastic is None:
             raise RuntimeError("in a launch of fixed size no generation follows")
         return self._elastic
@@ -107,9 +108,9 @@ class Driver:
         return open_engines()
 
     def advance(self, engine: EngineParts, place: str, has_waited: bool = True) -> None:
-        """Carry out all actions that are due now, at a boundary of an engine.
+        """Carry out all actions that are due now. Called when an engine is between two optimizer steps.
 
-        place: the name of the boundary.
+        place: the loader or call at which the script has arrived.
         has_waited: see `OwnFacts`.
         """
         self._at, self._place, self._has_waited = self.engines.index(engine), place, has_waited
@@ -120,25 +121,25 @@ class Driver:
             self.on_board(partial(self._carry_out, actions))
 
     def waits_for(self) -> str:
-        """Return a description of the members for which the next action waits."""
+        """Return a description of the members for which this member waits before its next action."""
         boards = () if self._boards is None else self._boards.main_boards
         return self.on_board(lambda: self.machine.waits_for(boards)) or "the board"
 
     def forget(self) -> None:
-        """Abandon a change that is under way, because an engine has ended."""
+        """Abandon a change of members that is in progress, because an engine has ended."""
         self._give_up(GiveUpPreparation("an engine has ended"))
         self.machine.forget()
         self._close_boards()
 
     def say_once(self, what: str) -> None:
-        """Log a warning, unless this method logged the same one last."""
+        """Log a warning, unless it is the same as the previous one logged by this method."""
         if what != self._said:
             self._said = what
             logger.warning("%s", what)
 
     def on_board(self, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`, which reads the board (the job's key-value store). If the board is lost, connect
-        to it again and return None.
+        """Call a function that reads the board (the job's key-value store), and return its result. If the connection to
+        the board is lost, reconnect and return None.
 
         In a launch of fixed size the loss of the board ends the job: torch's DistError is raised.
         """
@@ -153,8 +154,8 @@ class Driver:
 
     @property
     def trains_in(self) -> Generation | None:
-        """Generation in which this process trains. While a late change of members is under way, this is already the
-        next one."""
+        """Generation in which this process trains. During a late change of members (optimizer state is still in
+        transit), this is already the next generation."""
         return self.elastic.world if self._before is None else self._open_boards.world
 
     # ---- facts for the machine ---------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Driver:
 
     @singledispatchmethod
     def _do(self, action: Action) -> None:
-        """Carry out one action, with the method that is registered for the action's type."""
+        """Carry out one action, using the method that is registered for the action's type."""
         raise TypeError(f"no action: {action!r}")
 
     @_do.register
@@ -204,9 +205,9 @@ class Driver:
 
     @_do.register
     def _know(self, action: Know) -> None:
-        """Take over the registry of the members' numbers, because an idle member's number may have changed.
+        """Adopt the registry of members' numbers, because an idle member's number may have changed.
 
-        On an idle engine, also take over the layout, its members and the registered parameters of the working engines.
+        Idle engines also adopt the layout, the members and the trained parameters of the working engines.
         """
         self._open_boards.know(action.registry)
         for engine in self.engines:
@@ -228,7 +229,7 @@ class Driver:
 
     @_do.register
     def _post_job(self, action: PostJob) -> None:
-        """Post what a newcomer has to know to build each engine, as plain JSON."""
+        """Post a description of each engine, from which newcomers build their own, as plain JSON."""
         for place, engine in enumerate(self.engines):
             record = {
                 **engine.job.alike,
@@ -346,11 +347,11 @@ class Driver:
     def _switch(
         self, parts: Sequence[tuple[EngineParts, Preparation]], record: tuple[Control, str] | None
     ) -> Sequence[Transaction]:
-        """Switch engines in the same order on all members, so that all of them commit or none, and return the
-        transactions.
+        """Switch engines, one after another, in the same order on all members; either all engines commit or none does.
+        Return the transactions.
 
-        record: the board and key of the joint record of several engines, which is written once all of them can commit;
-            None for a single engine, whose transaction writes its own record.
+        record: the board and key of the joint decision for several engines, which is written once all of them can
+            commit; None for a single engine, whose transaction writes its own decision.
         """
         votes, is_part = list[Transaction](), record is not None
         for engine, preparation in parts:
@@ -379,8 +380,8 @@ class Driver:
         return votes
 
     def entered(self, engine: EngineParts) -> None:
-        """Let an engine use the next generation's boards if it already trains in that generation because of a late
-        change."""
+        """Make an engine use the next generation's boards if it already trains in that generation, because a late
+        change of members has begun."""
         machine = self.machine
         if engine.preparation is not None and machine.is_of_change(engine.preparation.proposal):
             self._before, boards = engine.context, self._open_boards
@@ -391,8 +392,8 @@ class Driver:
 
         proposal: the proposal for the first engine.
 
-        If this member cannot know how the switch ended, the world is aborted, and all members have to report what they
-        hold.
+        If this member cannot know how the switch ended, the world is aborted, and all members have to report what state
+        they hold.
         """
         if outcome.is_uncertain:
             self.elastic.abort()
@@ -476,7 +477,7 @@ class Driver:
 
 
 def held_by(engine: EngineParts, say: Callable[[str], None], elastic: Elastic | None) -> HeldState:
-    """Return what one engine of this process holds now.
+    """Return the current state of one engine of this process, for decisions at a boundary.
 
     say: logs a message for users.
     elastic: the membership; None in a launch of fixed size, where communicators can be made before the pause.
@@ -509,7 +510,11 @@ def held_by(engine: EngineParts, say: Callable[[str], None], elastic: Elastic | 
 
 
 def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) -> bool:
-    """Return whether the configuration requests late switches and this engine can make one to the layout."""
+    """Return whether the configuration requests late switches (optimizer state moves after the pause) and this engine
+    supports one to the given layout.
+
+    say: logs a message for users.
+    """
     if not engine.settings.late:
         return False
     try:
@@ -521,17 +526,18 @@ def _goes_late(engine: EngineParts, say: Callable[[str], None], layout: Layout) 
 
 
 def _newest_load(engine: EngineParts, elastic: Elastic | None) -> tuple[int, ...] | None:
-    """Return the `Mark.stretch` of the newest load of a state, before which no copies count; None if it is unknown.
+    """Return when a state, such as a checkpoint, was last loaded, as a `Mark.stretch`; None if this member cannot know
+    it. Copies taken before that do not count.
 
     An idle member may not know it. A working member has taken part in every load, unless the others have continued
-    without it.
+    without that member.
     """
     said = () if elastic is None else elastic.replaced()
     return None if said is None and engine.idle else max(engine.kept.since, said or ())
 
 
 def _copies(engine: EngineParts) -> tuple[Had, ...]:
-    """Return a description of each copy that this process keeps, without reading the copies."""
+    """Return a description of each copy of state that this process keeps. The contents of the copies are not read."""
     mine = engine.control.member
     present = engine.members.index(mine) if mine in engine.members else None, engine.generation
     return tuple(
@@ -546,7 +552,8 @@ def _copies(engine: EngineParts) -> tuple[Had, ...]:
 
 
 def _damaged(engine: EngineParts, whole: WholeCopies) -> tuple[int, ...]:
-    """Return the ranks whose copies this member must provide but finds missing or damaged."""
+    """Check the copies of a set that this member has to provide; return the ranks whose copies are missing or
+    damaged."""
     found = list[int]()
     for rank in whole.held_by(engine.control.member):
         copy = engine.kept.find(whole.mark, rank)

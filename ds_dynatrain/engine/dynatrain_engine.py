@@ -1,6 +1,6 @@
-"""The engine that a user holds: DeepSpeed's, plus `switch`, `plan`, loaders that follow the world, and the boundary.
+"""The engine that a user holds: DeepSpeed's engine with calls to switch its layout, and loaders that follow the world.
 
-A boundary is the point between two optimizer steps.
+Changes take effect at a boundary, which is the point between two optimizer steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def in_turn(call: Call) -> Call:
-    """Decorate a method so that it runs inside `engine.turn()`, where process-wide state belongs to the method's
+    """Decorate a method of an engine so that it runs inside `engine.turn()`, where process-wide state belongs to that
     engine."""
 
     @wraps(call)
@@ -59,15 +59,16 @@ def in_turn(call: Call) -> Call:
 
 
 class DynatrainEngine(HostEngine):
-    """A DeepSpeed engine whose world and ZeRO stage change between two steps. Built by `ds_dynatrain.initialize`.
+    """A DeepSpeed engine whose world and ZeRO stage can change between two steps. Built by `ds_dynatrain.initialize`.
 
-    Calls that DeepSpeed's engine lacks come first. They are followed by DeepSpeed's own calls with changed behaviour:
-    they run in the engine's turn, in a world that may be aborted during the call. The engine's state is in `_parts`.
+    Calls that DeepSpeed's engine lacks come first. They are followed by DeepSpeed's own calls with changed behavior:
+    while they run, process-wide state belongs to this engine, and they handle the loss of the world. The engine's state
+    is in `_parts`.
     """
 
     _parts: EngineParts
     resumed: Restored | None = None
-    """Checkpoint from which the engine took its first state; None if training started from scratch."""
+    """The checkpoint from which the engine got its first state; None if training started from scratch."""
 
     def __init__(
         self,
@@ -81,11 +82,11 @@ class DynatrainEngine(HostEngine):
         whole: bool = True,
         **arguments: Any,
     ) -> None:
-        """Make DeepSpeed's engine and the parts around it.
+        """Make DeepSpeed's engine and the objects around it.
 
         world: this member's process groups, which are already installed; None on an idle member.
-        arguments: arguments of DeepSpeed's constructor. The parts are made first, because that constructor calls
-            methods that use them.
+        arguments: arguments of DeepSpeed's constructor. It is called last, because it calls methods that use the other
+            objects.
         """
         sizes = int(job.batch_sizes.train_batch_size), world is not None
         host = self._host = self._HOST(self, layout, shaper, *sizes, whole, in_leaves=job.batch_sizes.in_leaves)
@@ -95,8 +96,8 @@ class DynatrainEngine(HostEngine):
         super().__init__(**arguments)
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return a context manager within which `torch.distributed`, DeepSpeed and the random generators are this
-        engine's.
+        """Return a context manager within which `torch.distributed`, DeepSpeed and the random generators belong to this
+        engine.
 
         All calls of the engine already run inside it. Your own code needs it only if a process has several engines, and
         then only to use this engine's world through `torch.distributed`, or to draw from its random streams.
@@ -107,12 +108,12 @@ class DynatrainEngine(HostEngine):
 
     @property
     def layout(self) -> Layout:
-        """Layout of the current world, even if this member is idle."""
+        """The layout of the current world, also on an idle member."""
         return self._parts.layout
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The member at each rank of the current world, even if this member is idle."""
+        """The member at each rank of the current world, also on an idle member."""
         return self._parts.members
 
     @property
@@ -122,7 +123,8 @@ class DynatrainEngine(HostEngine):
 
     @property
     def is_newcomer(self) -> bool:
-        """Whether this process joined a running job. If so, it receives the job's state, and loads none of its own."""
+        """Whether this process has joined a running job. If so, it receives the job's state and must not load any of
+        its own."""
         return PROCESS.membership.is_newcomer
 
     @property
@@ -163,24 +165,26 @@ class DynatrainEngine(HostEngine):
 
     @property
     def batch(self) -> BatchArithmetic:
-        """How a global batch is divided in the current world."""
+        """How a global batch is divided among the ranks of the current world."""
         return self._parts.batch
 
     @property
     def global_batch_size(self) -> int:
-        """Number of samples per optimizer step: `train_batch_size` of the configuration, in every world."""
+        """Number of samples per optimizer step, which is the same in every world: `train_batch_size` of the
+        configuration."""
         return self._host.global_batch_size
 
     @property
     def is_discarded(self) -> bool:
-        """Whether the current global batch is discarded, because the world was formed anew during it. A discarded batch
-        trains nothing, and the loader returns it again."""
+        """Whether the current global batch is discarded, because a new world was formed during it. A discarded batch
+        trains nothing, and the loader returns the same batch again."""
         return self._parts.is_discarded
 
     @property
     def slot_is_borrowed(self) -> bool:
-        """Whether the last micro-batch fetched, or the one that is being trained, has no samples of its own and does
-        not count."""
+        """Whether the micro-batch that was last fetched, or is being trained, has no samples of its own and does not
+        count. Such a micro-batch repeats another rank's sample, only so that its collectives match those of the
+        others."""
         return self._host.slot_is_borrowed
 
     @property
@@ -190,36 +194,37 @@ class DynatrainEngine(HostEngine):
 
     @property
     def last_switch(self) -> SwitchEvent | None:
-        """The event of the last switch; None before the first switch."""
+        """The event that describes the last switch; None before the first one."""
         return self._parts.last_switch
 
     @property
     def buddies(self) -> Any:
-        """The protection of the state against a member's death, as this member knows it; None in a job without
-        buddies."""
+        """How well the state is protected against a member's death, as known to this member; None if members keep no
+        copies for each other."""
         return getattr(self._parts.extension("buddies"), "protection", None)
 
     @property
     def balancer(self) -> Any:
-        """Measured times of layers, and the best boundaries for these times; None without `dynatrain.balance`."""
+        """Measured times of layers, and the best stage boundaries for these times; None without `dynatrain.balance`."""
         return getattr(self._parts.extension("balance"), "balancer", None)
 
     @property
     def exact(self) -> Any:
-        """Record of the newest steps of an exact job, such as `engine.exact.digest`; None without `dynatrain.exact`."""
+        """Record of the newest steps of an exact (bitwise reproducible) job, such as `engine.exact.digest`; None
+        without `dynatrain.exact`."""
         return getattr(self._parts.extension("exact"), "steps", None)
 
     def meter(self, *names: str) -> None:
-        """Time each of these modules, and the rest of the model, in the windows of `balance`. For models without
-        pipeline stages.
+        """Measure the time of each of these modules, and of the rest of the model, whenever `balance` takes
+        measurements. For models without pipeline stages.
 
         Call it on every process of the job, with the same names, before training begins. `engine.balancer.profile` will
-        have a layer for each module, and "rest".
+        then have an entry for each module, and "rest".
 
         names: names as in the model's `named_modules`; no module may be inside another one.
 
-        Raises ConfigError for a pipeline, without a `balance` block, once a window has begun, for an unknown name, and
-        if anything is compiled.
+        Raises ConfigError for a pipeline, without a `balance` block, once measurements have begun, for an unknown name,
+        and if anything is compiled.
         """
         if self.balancer is None:
             raise ConfigError(
@@ -230,10 +235,10 @@ class DynatrainEngine(HostEngine):
 
     @property
     def job_epoch(self) -> int:
-        """Number of epochs that the job has completed in `engine.epochs`, whichever members trained them.
+        """Number of epochs that the job has completed in `engine.epochs`, whichever members have trained them.
 
-        The number stays 0 if a loop does not use `engine.epochs`; `loader.cursor.epoch` counts the epochs of such a
-        loop.
+        The number stays 0 if the script does not use `engine.epochs`; `loader.cursor.epoch` counts the epochs of such a
+        script.
         """
         return self._parts.job_epoch
 
@@ -258,16 +263,16 @@ class DynatrainEngine(HostEngine):
     ) -> PendingSwitch:
         """Request another layout. Call it on every working member, with the same arguments and at the same step.
 
-        Returns as soon as all working members have made the request. A repeated request for a pending switch gets the
-        same answer. If the switch is rolled back later, no error is raised; see `last_switch`.
+        Returns as soon as all working members have made the request. If the same switch is already pending, the call
+        returns it again. If the switch is rolled back later, no error is raised; see `last_switch`.
 
         layout: the new layout, unless changes to the current one are given, such as `switch(data=4)`.
 
         at: the number of optimizer steps after which to switch (`engine.global_steps` for the very next boundary); by
-        default the first boundary at which all members are prepared.
+            default the first boundary at which all members are prepared.
 
-        late: whether masters and moments move during the first global batch of the new world, whose optimizer step
-        completes the switch; `dynatrain.late` by default.
+        late: whether optimizer state moves during the first global batch of the new world, whose optimizer step
+            completes the switch; `dynatrain.late` by default.
 
         Raises SwitchRefused on all members, with the reason and what would be possible. In this case nothing has
         changed.
@@ -291,14 +296,18 @@ class DynatrainEngine(HostEngine):
         shares: Sequence[int] | None = None,
         experts: Sequence[Sequence[Sequence[int]]] | None = None,
     ) -> SwitchEstimate:
-        """Return what a switch would cost, or why it would be refused. Contacts no other member and changes nothing."""
+        """Return what a switch would cost, or why it would be refused. Contacts no other member and changes nothing.
+
+        The arguments are those of `switch`.
+        """
         sizes = _given(data, zero_stage, pipe, expert, tensor, sequence, boundaries, shares, experts)
         return self._parts.estimate(layout, sizes)
 
     def shapes(self) -> dict[str, dict[str, Any]]:
         """Return a map from the name of each parameter to its whole `shape` and its optimizer `group` (-1: frozen).
 
-        A JSON file of the map is a model for `ds-dynatrain plan`, which cuts it by ZeRO only.
+        Written to a JSON file, this map can be given as a model to `ds-dynatrain plan`, which divides its parameters
+        only by ZeRO.
         """
         tensors = (tensor for tensor in self._parts.vps.tensors if tensor.numel)
         return {tensor.name: {"shape": [*tensor.shape], "group": tensor.group} for tensor in tensors}
@@ -307,17 +316,18 @@ class DynatrainEngine(HostEngine):
     def suggest(
         self, profile: Any = None, *, members: int | None = None, horizon_steps: float | None = None
     ) -> tuple[Any, ...]:
-        """Return the layouts that are fastest according to a profile, best first, without those that a switch would
-        refuse.
+        """Return the layouts that are fastest according to a profile, best first, without those to which a switch would
+        be refused.
 
-        Each result has `layout` and `time.step_ms`, a prediction. Contacts no other member and changes nothing.
+        Each result has `layout` and `time.step_ms`, the predicted step time in milliseconds. Contacts no other member
+        and changes nothing.
 
         profile: a profile, or the path of its file; by default the measured one, or else that of `dynatrain.balance`.
 
         members: the number of members; all by default.
 
         horizon_steps: the number of steps over which the duration of a switch is spread; without it that duration is
-        ignored.
+            ignored.
 
         Raises ProfileError for a profile that was measured with other batches, LayoutError if no layout fits.
         """
@@ -325,7 +335,7 @@ class DynatrainEngine(HostEngine):
         return cast("tuple[Any, ...]", suggest(self._parts, profile, members, horizon_steps))
 
     def on_switch(self, function: OnSwitch) -> OnSwitch:
-        """Call `function(event)` on this member after every committed switch; usable as a decorator."""
+        """Call `function(event)` on this member after every committed switch. Can be used as a decorator."""
         self._parts.switch_listeners.append(function)
         return function
 
@@ -333,16 +343,16 @@ class DynatrainEngine(HostEngine):
         """Call `function(change)` on this member whenever its rank, the members or the layout have changed.
 
         The cause may be a switch, a switch that is undone, or members that join, leave or die. The function is called
-        at a boundary, before the next batch is fetched. On an idle member it is called while the member waits, and
-        before its first batch once it works. The change has `before` and `after`, each with `layout`, `members`, `rank`
-        and `generation`. Usable as a decorator.
+        between two optimizer steps, before the next batch is fetched. On an idle member it is called while the member
+        waits, and before its first batch once it works. The change has `before` and `after`, each with `layout`,
+        `members`, `rank` and `generation`. Can be used as a decorator.
         """
         self._parts.change_listeners.append(function)
         return function
 
     @in_turn
     def boundary(self) -> None:
-        """Let a pending change take effect. Call it at the top of a loop that uses none of our loaders.
+        """Let a pending change take effect. Call it at the top of a training loop that uses no loader of this package.
 
         On an idle member the call returns when the member works again, and raises SystemExit(0) when the job has ended.
         """
@@ -353,8 +363,7 @@ class DynatrainEngine(HostEngine):
 
     @in_turn
     def update_param_groups(self, groups: Iterable[Mapping[str, Any]] | None = None) -> bool:
-        """Register changes of parameters' `requires_grad`, and new optimizer groups. Returns False if nothing has
-        changed.
+        """Adopt changes of parameters' `requires_grad`, and new optimizer groups. Returns False if nothing has changed.
 
         Call it on every working member at the same step, after `engine.step()`. A newly frozen parameter loses its
         master and moments and keeps its weight. A newly trained one gets a master, moments of zero and initial step
@@ -362,12 +371,12 @@ class DynatrainEngine(HostEngine):
         group that no longer trains anything is removed.
 
         groups: groups for parameters that are in none, or that need other hyper-parameters: `{"params": [...], "like":
-        0, "weight_decay": 0.1}`, where `like` is the number of a current group.
+            0, "weight_decay": 0.1}`, where `like` is the number of a current group.
 
         Raises SwitchRefused on all members for an invalid change; the error names the parameter.
 
-        Raises SwitchFailed if the change failed. The engine continues unchanged, with `requires_grad` as it was
-        registered. Raises OutcomeUnknown if this member cannot know whether the change was made.
+        Raises SwitchFailed if the change failed. In this case the engine continues unchanged, and `requires_grad` is
+        reset to its previous values. Raises OutcomeUnknown if this member cannot know whether the change was made.
         """
         if self.idle:
             raise SwitchRefused(
@@ -379,10 +388,10 @@ class DynatrainEngine(HostEngine):
         return regrouping.register(parts, parts.place_in_training(), list(groups or ()), parts.in_the_way())
 
     def register_for_checkpointing(self, name: str, value: Any) -> Any:
-        """Save an object that has `state_dict` and `load_state_dict` with the job's state, and return the object.
+        """Save an object that has `state_dict` and `load_state_dict` together with the job's state; return the object.
 
-        A member that starts to work receives rank 0's state of the object. Call it on every process, including idle
-        ones, before the first switch. Raises ConfigError for an object without the two methods, or a name that is
+        A member that joins training receives rank 0's state of the object. Call this on every process, idle ones
+        included, before the first switch. Raises ConfigError for an object without the two methods, or a name that is
         taken.
         """
         wanted, parts = ("state_dict", "load_state_dict"), self._parts
@@ -402,16 +411,16 @@ class DynatrainEngine(HostEngine):
 
     @in_turn
     def new_group(self, ranks: RanksOf | None = None) -> OwnGroup:
-        """Return a handle for a process group that every world has. Use it as `group=handle.group`, read anew for each
-        call.
+        """Return a handle for a process group that exists in every world. Pass `group=handle.group`, read anew for each
+        call, because the group object differs between worlds.
 
-        Call it on every process, including idle ones, in the same order, before the first batch.
+        Call this on every process, idle ones included, in the same order, before the first batch.
 
         ranks: called as `ranks(layout, nodes)`, where `nodes[rank]` names the node of each rank. It returns the ranks
             of each group; a rank is in at most one of them. By default all working members are in one group.
 
-        Raises ConfigError after the first batch, or for invalid ranks. A layout for which `ranks` returns invalid ranks
-        is refused.
+        Raises ConfigError after the first batch, or for invalid ranks. A switch to a layout for which `ranks` returns
+        invalid ranks is refused.
         """
         parts = self._parts
         if parts.has_stood or parts.is_switching:
@@ -440,19 +449,20 @@ class DynatrainEngine(HostEngine):
         seed: int | None = None,
         reshuffle: bool | None = None,
     ) -> TrainLoader | EvaluationLoader:
-        """Return a loader that follows the world. Make it on every process, including idle ones, in the same order.
+        """Return a loader that keeps its position when the world changes. Make it on every process, idle ones included,
+        in the same order.
 
-        A train loader has a position, and changes take effect at its batches. An evaluation loader (`evaluation=True`)
-        has no position, and no change takes effect at its batches; it is not shuffled unless `shuffle` is true, and has
-        a `batch_size` of its own.
+        A train loader has a position, and changes take effect between its global batches. An evaluation loader
+        (`evaluation=True`) has no position, and no change takes effect at its batches; it is not shuffled unless
+        `shuffle` is true, and has a `batch_size` of its own.
 
-        dataset: a map-style data set, a stream that all processes read alike, or a torch DataLoader over one of these,
-        whose settings are used.
+        dataset: a map-style data set, a stream that yields the same samples on all processes, or a torch DataLoader
+            over one of these, whose settings are used.
 
         seed: the seed of the order.
 
         reshuffle: whether each epoch has a different order, seeded by `seed` + epoch; by default the setting of the
-        DataLoader or of `dynatrain.data`.
+            DataLoader or of `dynatrain.data`.
         """
         parts, host, data = self._parts, self._host, getattr(dataset, "dataset", dataset)
         order = None if evaluation else host.curriculum_order(len(data) if hasattr(data, "__len__") else 0)
@@ -500,8 +510,8 @@ class DynatrainEngine(HostEngine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> TrainLoader | EvaluationLoader:
-        """Return another loader that follows the world; DeepSpeed's counterpart of `loader`. Raises DataError for a
-        sampler."""
+        """Return another loader that keeps its position when the world changes, by DeepSpeed's call. It takes
+        DeepSpeed's arguments, and otherwise does the same as `loader`. Raises DataError for a sampler."""
         if data_sampler is not None:
             raise DataError(
                 "deepspeed_io: a sampler of your own cannot follow the world; leave data_sampler out, or give "
@@ -521,31 +531,34 @@ class DynatrainEngine(HostEngine):
         )
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that the job still has to run out of `count`. Numbers start at 0. Epochs that
-        the job has run before, with whichever members, are not repeated."""
+        """Yield the numbers, counted from 0, of those of `count` epochs that the job still has to run. Epochs that the
+        job has run before, with whichever members, are not repeated."""
         while self._parts.job_epoch < count:
             yield self._parts.job_epoch
             self._parts.job_epoch += 1
 
     def micro_batch(self, one: MicroBatch, *, is_divided: bool = False) -> AbstractContextManager[None]:
-        """Return a context manager for the forward pass, backward pass and step of this micro-batch of
+        """Return a context manager for the forward pass, backward pass and step of one micro-batch of
         `loader.windows()`.
 
         is_divided: whether the loss is not a mean over the micro-batch, but was divided by a number for the whole
             global batch (its tokens over all ranks, times the number of ranks over which DeepSpeed takes the mean).
-            Such a loss is used unchanged, and the loss of a borrowed micro-batch as 0. Set it for every micro-batch of
-            a global batch or for none.
+            Such a loss is used unchanged, and counts as 0 for a micro-batch without samples of its own. Set it for
+            every micro-batch of a global batch or for none.
 
         Raises DataError for a micro-batch of another world, and if `tokens` are given for a divided loss. Raises
         UnsupportedError for a pipeline, whose `train_batch` fetches its own micro-batches, and for a divided loss in an
-        exact job.
+        exact (bitwise reproducible) job.
         """
         if self._parts.job.has_stages:
             raise usage("engine.micro_batch of a pipeline").error("engine.micro_batch")
         return self._parts.micro_batch(one, is_divided)
 
     def mean(self, value: torch.Tensor | float, samples: int) -> torch.Tensor:
-        """Return the mean of `value` (one number) over the data axis, weighted by each rank's `samples`.
+        """Return the mean of a number over the data axis, weighted by the number of samples of each rank.
+
+        value: this rank's number.
+        samples: the number of samples that this rank's number stands for.
 
         The result is fp32 on the device of `value` (on the CPU for a plain number). With sequence parallelism the mean
         also covers the sequence ranks, each of which has the mean over its part of the same samples. This is a
@@ -583,16 +596,16 @@ class DynatrainEngine(HostEngine):
         """Save all state into a folder of checkpoints, in a form that any layout and any world can load.
 
         Call it on every working member with the same arguments and at the same step, after `engine.step()`. Returns the
-        checkpoint's own folder. The file `latest` names the new checkpoint.
+        new checkpoint's own folder within that folder. The file `latest` then names the new checkpoint.
 
         path: a folder that all members see.
 
         tag: an unused name in this folder; "step" and the number of steps by default.
 
-        background: whether the step waits only for a copy into host memory, while a thread does the writing. The copy
-        takes as many bytes as this member writes, and its memory is kept for the next one. `wait()` of the result
-        returns the folder, or raises the reason why there is none; a boundary that finds a failed save logs its
-        error. Another save, a load and the end of the engine wait for the running save.
+        background: whether training waits only for a copy into host memory, while a thread does the writing. The copy
+            takes as many bytes as this member writes, and its memory is kept for the next save. `wait()` of the result
+            returns the folder, or raises the error if saving failed; the error is also logged at the next boundary.
+            Another save, a load and the end of the engine wait until the save has ended.
 
         Raises CheckpointError on all members if the checkpoint could not be saved. Earlier checkpoints are unchanged,
         and training can continue.
@@ -611,12 +624,12 @@ class DynatrainEngine(HostEngine):
 
         tag: which checkpoint to load; by default the one named in `latest`.
 
-        trust_pickle: whether to unpickle DeepSpeed's files even if they hold more than tensors and plain values, which
-        may run code in them.
+        trust_pickle: whether to unpickle DeepSpeed's files even if they contain more than tensors and plain values.
+            Unpickling such files can run code that they contain.
 
         Raises CheckpointError on all members if there is no checkpoint or it does not fit, and CheckpointDamaged if it
-        differs from what was saved. In both cases training continues as before the call. Raises OutcomeUnknown if this
-        member cannot know whether others have loaded it; this member must not continue training.
+        differs from what was saved. In both cases the engine is left unchanged, and training can continue. Raises
+        OutcomeUnknown if this member cannot know whether others have loaded it; this member must not continue training.
         """
         return self._parts.load(path, tag, ALL._replace(trust_pickle=trust_pickle))
 
@@ -624,43 +637,44 @@ class DynatrainEngine(HostEngine):
     def save_pretrained(
         self, path: Folder, *, max_shard_bytes: int = 5_000_000_000, dtype: torch.dtype | None = None
     ) -> Path:
-        """Write the weights into a folder that Hugging Face's `from_pretrained` reads, from any layout, and return the
+        """Write the weights into a folder that Hugging Face's `from_pretrained` reads, from any layout; return the
         folder.
 
-        Call it on every working member, after `engine.step()`. Rank 0 writes, and needs memory for one layer and one
-        tensor. Names are those of the model's checkpoint. An adapter of peft is added to the weights that it adapts.
+        Call it on every working member, after `engine.step()`. Rank 0 writes, and needs additional memory for one layer
+        and one tensor. Names are those of the model's checkpoint. An adapter of peft is added to the weights that it
+        adapts.
 
         max_shard_bytes: the maximum size of the tensors in one file.
 
         dtype: the type to which weights are converted.
 
-        Raises WeightsError, on all members alike, if the folder could not be written. Files of an earlier call stay
-        unless the message says that they were replaced in part.
+        Raises WeightsError on all members if the folder could not be written. Files of an earlier call stay unless the
+        message says that they were partly replaced.
         """
         save = named("ds_dynatrain.weights.pretrained:save_pretrained")
         return cast("Path", save(self, path, max_shard_bytes, dtype))
 
     @in_turn
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        """Replace the weights, and the masters with them, by full tensors under the names of `save_pretrained`.
+        """Replace the model's weights, and with them the masters, by full tensors under the names of `save_pretrained`.
 
-        Call it on every working member, after `engine.step()`. Moments, steps and schedule stay as they are.
+        Call it on every working member, after `engine.step()`. Moments, steps and schedule stay unchanged.
 
         weights: pairs of name and tensor, each name once, the same on all members. Alternatively None on all members
-        but rank 0, which then sends its tensors. For a model of peft these are the tensors of its adapter alone, under
-        the names of peft's checkpoints.
+            but rank 0, which then sends its tensors. For a model of peft these are only the tensors of its adapter,
+            under the names of peft's checkpoints.
 
-        Nothing is replaced before every member has received everything. Until then the call takes memory for one more
-        copy of this member's weights and masters. Raises WeightsError for an unknown name, another shape, a missing
-        tensor, or an error of `weights`; it is raised on all members alike, and the weights stay as they were.
+        Nothing is replaced before every member has received everything. Until then the call needs memory for one more
+        copy of this member's weights and masters. Raises WeightsError on all members for an unknown name, another
+        shape, a missing tensor, or an error of `weights`; the weights then stay unchanged.
         """
         named("ds_dynatrain.weights.loading:load_weights")(self, weights)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the engine with the script: notify the other members, and destroy the process groups while other members
-        can still answer."""
+        """End the engine at the end of the script: notify the other members, and destroy the process groups while other
+        members still respond."""
         self._parts.close()
 
     # ---- DeepSpeed's forward, backward and step, in a world that may be aborted during the call ----------------------
@@ -669,8 +683,8 @@ class DynatrainEngine(HostEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward pass. A micro-batch without samples of its own does not change the module's buffers.
 
-        If the world is aborted during the pass (in a job whose members come and go), a new world is formed, and the
-        output trains nothing.
+        If the world is aborted during the pass (in a job whose members come and go), a new world is formed, and
+        training on the output has no effect.
         """
         parts = self._parts
         run = partial(self._forward, *inputs, **kwargs)
@@ -719,16 +733,17 @@ class DynatrainEngine(HostEngine):
         return PROCESS.membership.surviving(parts, backward, lambda: loss)
 
     def _backward_prologue(self) -> None:
-        """Take the engine's turn and run DeepSpeed's prologue of a backward pass. Also called for `loss.backward()`."""
+        """Run DeepSpeed's prologue of a backward pass. From here to the end of the pass, process-wide state belongs to
+        this engine. Also called for `loss.backward()`."""
         with PROCESS.backward(self._parts):
             super()._backward_prologue()
 
     @in_turn
     def step(self, lr_kwargs: Any = None) -> None:
-        """Run DeepSpeed's step. If it completes a global batch, a change may take effect at the next boundary.
+        """Run DeepSpeed's step. If it completes a global batch, a pending change may take effect before the next one.
 
-        Does nothing in a discarded global batch. Raises UnsupportedError if the user places the optimizer step in the
-        middle of a global batch, because it would cover other samples in another world. The user does so by
+        Does nothing in a discarded global batch. Raises UnsupportedError if the script takes an optimizer step in the
+        middle of a global batch, because such a step would cover other samples in another world. A script does so by
         `set_gradient_accumulation_boundary(True)`, or without `managed_gradient_accumulation`.
         """
         if not self._parts.is_discarded:
@@ -757,7 +772,7 @@ class DynatrainEngine(HostEngine):
         parts.finish_step()
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Run DeepSpeed's optimizer step, and set `is_stepping` while the state is only partly updated."""
+        """Run DeepSpeed's optimizer step. `is_stepping` is set meanwhile, because the state is only partly updated."""
         parts = self._parts
         parts.agree()
         parts.is_stepping = True
@@ -768,7 +783,7 @@ class DynatrainEngine(HostEngine):
             parts.world.status.gate.end_step()
 
     def _end_window(self, samples: int) -> None:
-        """Close the global batch after the optimizer's step.
+        """Record the end of a global batch, after its optimizer step.
 
         samples: the value of `global_samples` before the step.
         """
@@ -789,8 +804,8 @@ class DynatrainEngine(HostEngine):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the module the way DeepSpeed does. Call it on every process, including idle ones. Each switch
-        compiles again.
+        """Compile the module the way DeepSpeed does. Call it on every process, idle ones included. The module is
+        compiled again after each switch.
 
         Raises UnsupportedError for a schedule of DeepCompile and for compiled autograd.
         """
@@ -803,11 +818,12 @@ class DynatrainEngine(HostEngine):
     # ---- other calls of DeepSpeed ------------------------------------------------------------------------------------
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Raise UnsupportedError, because the first batch size determines the loaders' epochs."""
+        """Raise UnsupportedError: the batch size cannot be changed, because the loaders' epochs depend on it."""
         raise usage("set_train_batch_size").error(f"set_train_batch_size({train_batch_size})")
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Raise UnsupportedError, because the micro-batch is derived from the global batch and the world."""
+        """Raise UnsupportedError: the size of micro-batches cannot be set, because it is derived from the global batch
+        and the world."""
         raise usage("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Callable[[int], Any]]) -> None:
@@ -840,10 +856,10 @@ class DynatrainEngine(HostEngine):
         """Save a checkpoint the way DeepSpeed does.
 
         Returns False, with a warning, if the world is aborted during the call, or was aborted in this global batch. A
-        member that joined late saves with the folder and tag of the others. If the others are elsewhere in their
-        scripts, that member saves nothing and returns False.
+        member that joined late uses the folder and tag of the others. If the others are elsewhere in their scripts,
+        that member saves nothing and returns False.
 
-        Raises CheckpointError if the layout has a map of experts, which DeepSpeed's files cannot express.
+        Raises CheckpointError if the layout assigns experts to ranks by a map, which DeepSpeed's files cannot express.
         """
         save = partial(
             super().save_checkpoint,
@@ -866,17 +882,18 @@ class DynatrainEngine(HostEngine):
         *,
         trust_pickle: bool = False,
     ) -> Any:
-        """Load a checkpoint the way DeepSpeed does. It may also be of another layout, or written by `engine.save`.
+        """Load a checkpoint the way DeepSpeed does. The checkpoint may also come from another layout or from
+        `engine.save`.
 
-        A checkpoint of another layout, or of `engine.save`, is loaded by all members together or by none, as in
-        `engine.load`, which also explains `trust_pickle`. If it cannot be loaded, CheckpointError is raised with the
-        reason. DeepSpeed's own code loads a checkpoint that was written in this layout with the same options, and any
-        checkpoint from which only weights are requested. With `load_module_strict=False`, frozen weights that the
-        checkpoint lacks stay unchanged. Raises CheckpointError for a checkpoint of DeepSpeed's if the layout has a map
-        of experts, or if this package saved it with another expert size.
+        In these two cases either all members load it or none does, as in `engine.load`, which also explains
+        `trust_pickle`. If it cannot be loaded, CheckpointError is raised with the reason. DeepSpeed's own code loads a
+        checkpoint that was written in this layout with the same options, and any checkpoint from which only weights are
+        requested. With `load_module_strict=False`, frozen weights that the checkpoint lacks stay unchanged. Raises
+        CheckpointError for a checkpoint of DeepSpeed's if the layout assigns experts to ranks by a map, or if this
+        package saved it with another expert size.
 
         A member that has just joined a running job loads nothing before its first batch. In this case the call returns
-        the result of the job's own call, with the parts of the client state that JSON can hold.
+        the result of the job's own call, with the parts of the client state that JSON can represent.
         """
         states = load_optimizer_states, load_lr_scheduler_states, load_module_only
         part = CheckpointPart(load_module_strict, *states, custom_load_fn, trust_pickle)
@@ -888,7 +905,8 @@ class DynatrainEngine(HostEngine):
     reload_states = in_turn(HostEngine.reload_states)
 
     def destroy(self) -> None:
-        """Destroy DeepSpeed's engine, and end its job, so that members that wait for work in this job can end."""
+        """Destroy DeepSpeed's engine and end its job, so that members that wait for work in this job can end as
+        well."""
         if "_parts" not in self.__dict__:
             return
         with self.turn():
@@ -900,6 +918,6 @@ class DynatrainEngine(HostEngine):
 
 
 def _given(*sizes: object) -> dict[str, Any]:
-    """Return the given layout sizes by name, without those that are None."""
+    """Return those sizes of a layout that are given (not None), by name."""
     names = ("data", "zero_stage", "pipe", "expert", "tensor", "sequence", "boundaries", "shares", "experts")
     return {name: size for name, size in zip(names, sizes, strict=True) if size is not None}

@@ -1,7 +1,8 @@
-"""Membership of this process in a job whose members come and go: the changes reported to it, and the worlds it aborts.
+"""Membership of this process in a job whose members come and go: receiving changes of members, and aborting lost
+worlds.
 
-The coordinator (`ds_dynatrain.elastic`) publishes the list of members; `membership.boundary_machine` decides what
-follows from it at the boundaries.
+The coordinator (`ds_dynatrain.elastic`) publishes the list of members; `membership.boundary_machine` decides between
+two optimizer steps what follows from it.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ NOBODY = -1
 class Elastic(Membership):
     """Membership that receives new generations and notices lost worlds; `ElasticMembership` adds the engines.
 
-    world: the generation that this member has entered; None before the first.
+    world: the generation that this member has entered; None before the first one.
     registry: the numbers of that generation's members.
     is_aborted: whether the current world can no longer be used, because a member of it died or a collective of it
-    failed.
+        failed.
     loads: a map from an engine's number to the result of the job's own `load_checkpoint` call.
     is_newcomer: whether this member joined a running job.
     engine_count: the number of engines of the running job that a newcomer joined.
@@ -91,7 +92,7 @@ class Elastic(Membership):
 
     @property
     def generation(self) -> int:
-        """Number of the generation that this member has entered; 0 before the first."""
+        """Number of the generation that this member has entered; 0 before the first one."""
         return 0 if self.world is None else self.world.generation
 
     def is_harmless(self, world: Generation) -> bool:
@@ -99,8 +100,10 @@ class Elastic(Membership):
 
         After a failure it can continue if the later generation includes all members that train now, and if no
         collective of the current world has failed. A planned change always includes all of these; it is harmful only if
-        it does not list this member, which shows that the current job was started by mistake. During the window of a
-        late switch no failure is harmless, because all members of both worlds are needed.
+        it does not list this member, which shows that the current job was started by mistake. While a late switch is in
+        progress (optimizer state is in transit), no failure is harmless, because all members of both worlds are needed.
+
+        world: the later generation.
         """
         if self._is_in_window and world.change == "failure":
             return False
@@ -111,8 +114,8 @@ class Elastic(Membership):
         return is_known if world.change == "planned" else self._training <= there
 
     def is_over(self, generation: int) -> bool:
-        """Return whether a failure was published after this generation, so that its groups need not be built any
-        more."""
+        """Return whether a failure was published after this generation, so that the generation's process groups need
+        not be built any more."""
         newest = self.member.newest
         return newest is not None and newest.generation > generation and newest.change == "failure"
 
@@ -130,8 +133,9 @@ class Elastic(Membership):
             raise WorldChanged("a member of this world is dead, or a collective of it has failed")
 
     def enter(self, world: Generation, registry: Registry, training: frozenset[str]) -> None:
-        """Enter a generation.
+        """Make a generation the current one.
 
+        registry: the numbers of the generation's members.
         training: the ids of the members that now hold the state.
         """
         with self._lock:
@@ -142,38 +146,37 @@ class Elastic(Membership):
             self.member.enter(world)
 
     def retrain(self, members: tuple[int, ...]) -> None:
-        """Record which members of the generation hold the state from now on. The death of one of them aborts the
-        world."""
+        """Record which members of the generation hold the state from now on. If one of them dies, the world is
+        aborted."""
         with self._lock:
             self._training = self.registry.ids_of(members)
             self._see_newest(self.generation)
 
     def enter_window(self, generation: int) -> None:
-        """Begin the window of a late switch, which lasts until masters and moments have arrived.
+        """Record that a late switch is in progress, which lasts until all optimizer state has arrived.
 
-        Any failure published after this generation aborts the world during the window. The window ends with `settle` or
-        `let_go`.
+        Meanwhile any failure published after this generation aborts the world. `settle` or `let_go` ends this period.
         """
         with self._lock:
             self._is_in_window = True
             self._see_newest(generation)
 
     def _see_newest(self, generation: int) -> None:
-        """Abort the world if a newer generation than the given one was published and is not harmless; see
+        """Abort the world if a generation later than the given one was published and is not harmless; see
         `is_harmless`."""
         newest = self.member.newest
         if newest is not None and newest.generation > generation and not self.is_harmless(newest):
             self._lose_present(newest)
 
     def abort(self) -> None:
-        """Abort the world, because it is unknown what the other members hold. In a new generation all members report
-        what they hold."""
+        """Abort the world, because it is unknown what state the other members hold. All members report this in a new
+        generation."""
         with self._lock:
             self._lose_present(None)
             self.member.breach()
 
     def _lose_present(self, newest: Generation | None) -> None:
-        """Give up the current world: shut down its groups.
+        """Give up the current world: shut down its process groups.
 
         newest: the generation that reports the loss; None if no generation reports it.
         """
@@ -192,7 +195,7 @@ class Elastic(Membership):
                 self.member.breach()
 
     def _hear(self, world: Generation) -> bool:
-        """Process a new generation, and return whether it aborts the current world.
+        """Process a new generation; return whether the current world is aborted because of it.
 
         Called on the member's own thread, before any other thread learns of the generation.
         """
@@ -210,7 +213,10 @@ class Elastic(Membership):
 
     def _hangs_in(self, blocked_seconds: float) -> str:
         """Return a description of the collective in which the main thread has waited for at least `collective_seconds`;
-        "" if it waits in none."""
+        "" if there is none.
+
+        blocked_seconds: the time for which the main thread has run no Python code.
+        """
         self._blocked_seconds = blocked_seconds
         what, seconds = self.waits(blocked_seconds)
         if seconds < self.collective_seconds or self.is_aborted or str(OWN_WAITS):
@@ -218,8 +224,8 @@ class Elastic(Membership):
         return f"{unfinished() or what}, {seconds:.0f} s"
 
     def _say_where(self, world: Generation) -> None:
-        """Log where the main thread is while a collective hangs. If collectives hang repeatedly, also set `ending`, the
-        reason to end the job."""
+        """Log where the main thread is when a collective hangs. If collectives hang repeatedly, also set `ending`, so
+        that the job ends."""
         what, seconds = self.waits(self._blocked_seconds)
         here = [f"{what}, {seconds:.0f} s" if what else "no collective", f"at {stands_at()}", unfinished()]
         logger.error("%s; the main thread here is in %s", world.reason, "; ".join(filter(None, here)))
@@ -233,45 +239,60 @@ class Elastic(Membership):
     # ---- process groups ------------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """Forbid new collectives in the worlds of this process. A hook for subclasses: this class has no engines."""
+        """Forbid new collectives in the worlds of this process. Does nothing here, because this class has no engines;
+        overridden by `ElasticMembership`."""
 
     def abandon(self) -> None:
-        """End all operations in the worlds of engines that are still being made. A hook for subclasses."""
+        """End all operations in the worlds of engines that are still being made. Does nothing here; overridden by
+        `ElasticMembership`."""
 
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
-        """Return what the main thread waits for in the worlds of this process, and for how many seconds; see
-        `Gate.waits`."""
+        """Return a description of what the main thread waits for in the worlds of this process, and for how many
+        seconds it has waited; see `Gate.waits`."""
         return "", 0.0
 
     @contextmanager
     def building_first(self, generation: int, engine: int) -> Iterator[None]:
-        """Context manager like `building` for an engine's first world, which becomes the current world afterwards."""
+        """Context manager for building an engine's first process groups. After its block they are the engine's current
+        ones.
+
+        generation: the generation of the membership; a failure published after it aborts the building.
+        engine: the engine's number.
+        """
         with self.building(generation, engine):
             yield
         self.settle(engine)
 
     def building(self, generation: int, engine: int = 1) -> AbstractContextManager[None]:
-        """Return a context manager for building an engine's world. A failure that is published after this generation
-        aborts the building.
+        """Return a context manager for building the process groups of an engine's next world. A failure that is
+        published after this generation aborts the building.
 
         engine: the engine's number.
         """
         return self._coming.setdefault(engine, WorldSockets()).building(lambda: not self.is_over(generation))
 
     def building_more(self, engine: int = 1) -> AbstractContextManager[None]:
-        """Return a context manager like `building` for further groups of the current world."""
+        """Return a context manager for building further process groups of the current world.
+
+        engine: the engine's number.
+        """
         return self._present.setdefault(engine, WorldSockets()).building(lambda: not self.is_aborted)
 
     def settle(self, engine: int = 1) -> None:
-        """Make the world last built for this engine its current world. If a late switch is in its window, the window
-        ends."""
+        """Make the world last built for an engine its current world. If a late switch was in progress, it is over.
+
+        engine: the engine's number.
+        """
         with self._lock:
             self._is_in_window = False
             if engine in self._coming:
                 self._present[engine] = self._coming.pop(engine)
 
     def let_go(self, engine: int = 1) -> None:
-        """Forget the world last built for this engine. If a late switch is in its window, the window ends."""
+        """Forget the world last built for an engine. If a late switch was in progress, it is over.
+
+        engine: the engine's number.
+        """
         with self._lock:
             self._is_in_window = False
         if engine in self._coming:
@@ -282,7 +303,11 @@ class Elastic(Membership):
     def open_boards(
         self, world: Generation, number: int = NOBODY, seconds: float | None = None, engine: int = 1
     ) -> Boards:
-        """Open an engine's board (key-value store) of a generation twice, for the main thread and for background work.
+        """Open two connections to an engine's board (key-value store) of a generation: one for the main thread, one for
+        background work.
+
+        number: this member's number, if it is known.
+        engine: the engine's number.
 
         Raises torch's DistError if the coordinator's store cannot be reached.
         """
@@ -296,15 +321,18 @@ class Elastic(Membership):
         return boards[0], boards[1]
 
     def _seal(self, name: str) -> Seal | None:
-        """Return the seal that authenticates records on boards with this prefix; None in a job without a token."""
+        """Return the object that authenticates records on boards with a prefix; None in a job without a token.
+
+        name: the prefix.
+        """
         return None if self._token is None else Seal(derive(self._token, f"board {name}"))
 
     # ---- records for the whole job -------------------------------------------------------------------------------
 
     def say_replaced(self, stretch: tuple[int, ...]) -> None:
-        """Post that a state was loaded, which invalidates older copies.
+        """Post that a state, such as a checkpoint, was loaded. Copies taken before that no longer count.
 
-        stretch: the `Mark.stretch` that begins with the load.
+        stretch: the `Mark.stretch` of copies taken from now on.
 
         Raises torch's DistError if the store cannot be reached.
         """
@@ -312,7 +340,8 @@ class Elastic(Membership):
             self._job_board(self.world).post(REPLACED, list(stretch))
 
     def replaced(self) -> tuple[int, ...] | None:
-        """Return the newest `Mark.stretch` that `say_replaced` has posted; () if there is none, None if it is unknown.
+        """Return the newest value that a member has posted with `say_replaced`; () if there is none, None if it is
+        unknown.
 
         It is unknown if the store cannot be reached. It is also unknown if the coordinator was restarted since this
         member entered its generation, because the new coordinator's store is empty.
@@ -330,7 +359,8 @@ class Elastic(Membership):
         return Control(store, "board", NOBODY, self.timeout_seconds, seal=self._seal(f"job/{world.term}"))
 
     def candidates(self, world: Generation, registry: Registry) -> Candidates:
-        """Return the members of a generation, and their nodes, as candidates for ranks of a layout."""
+        """Return the members of a generation and their nodes. These are the members that could get a rank in a
+        layout."""
         mine = registry.numbers.get(self.member.id, NOBODY)
         return Candidates(mine, {registry.numbers[member]: node_of(member) for member in world.members})
 
@@ -357,11 +387,14 @@ class GenerationBoards:
 
     @property
     def main_boards(self) -> tuple[Control, ...]:
-        """Boards for the main thread, one for each engine; () until they are open."""
+        """Connections for the main thread to the boards, one for each engine; () until they are open."""
         return tuple(front for front, _ in self._opened)
 
     def of(self, engine: int = 0) -> Boards:
-        """Return the boards of the engine at this index in the process. Raises RuntimeError until they are open."""
+        """Return the connections to the board of one engine. Raises RuntimeError until they are open.
+
+        engine: the index of the engine in the process.
+        """
         if not self._opened:
             raise RuntimeError(f"the board of generation {self.world.generation} is not open")
         return self._opened[engine]

@@ -1,4 +1,4 @@
-"""Membership of this process, with its engines, in a job whose members come and go."""
+"""Membership of this process in a job whose members come and go, together with the engines of the process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ earlier round."""
 
 
 class ElasticMembership(Elastic):
-    """Membership of this process in a job whose members come and go, with its engines."""
+    """Membership of this process in a job whose members come and go, together with the engines of the process."""
 
     def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
         super().__init__(place, settings)
@@ -90,8 +90,8 @@ class ElasticMembership(Elastic):
 
     @property
     def formed(self) -> tuple[int, str]:
-        """The generation in which this process trains, and the coordinator's reason for it; (0, "") before the
-        first."""
+        """Number of the generation in which this process trains, and the coordinator's reason for forming it; (0, "")
+        before the first generation."""
         world = self._driver.trains_in
         return (0, "") if world is None else (world.generation, world.reason)
 
@@ -104,22 +104,23 @@ class ElasticMembership(Elastic):
             raise usage("lean switches where members come and go").error()
 
     def new_status(self) -> GroupStatus:
-        """Return the status for the process groups of an engine that is being made. With it, a lost peer raises
-        WorldChanged."""
+        """Return an object that records failures of the process groups of an engine that is being made. A lost peer
+        then raises WorldChanged."""
         made = GroupStatus()
         self._first.add(made)
         return made
 
     def could_not_build(self) -> None:
-        """Stop this member because its engine could not be built, so that the others count this member as lost."""
+        """Disconnect this member from the coordinator because its engine could not be built, so that the others count
+        it as lost."""
         self.member.stop(has_ended=False)
 
     def add(self, engine: EngineCore) -> None:
-        """Record the engine's job. When the last recorded job ends, this member leaves."""
+        """Record an engine's job. When the last recorded job ends, this member leaves."""
         self._jobs.append(engine.job)
 
     def begin(self, world: Generation, members: tuple[int, ...]) -> None:
-        """Enter the generation in which the job starts. From this call on every member has a number."""
+        """Enter the generation in which the job starts. From now on every member has a number."""
         if self.world is None:
             registry = Registry().extended(world.members)
             self.enter(world, registry, registry.ids_of(members))
@@ -131,9 +132,9 @@ class ElasticMembership(Elastic):
             post_end(engine.control)
 
     def remove(self, engine: EngineCore) -> None:
-        """Forget an engine that has ended, and stop this member after its last one.
+        """Forget an engine that has ended. After the last one, disconnect this member from the coordinator.
 
-        An engine of an earlier job of this process does not count.
+        Does nothing for an engine of an earlier job of this process.
         """
         left = [job for job in self._jobs if job is not engine.job]
         if len(left) == len(self._jobs):
@@ -145,17 +146,16 @@ class ElasticMembership(Elastic):
             self.member.stop(has_ended=not ended_in_error())
 
     def end_script(self, engine: EngineCore) -> None:
-        """Skip the last garbage collection, which takes 0.8 s, because a node that was asked to leave has little
-        time."""
+        """Exempt all objects from garbage collection at the end of the process. The collection takes 0.8 s, and a node
+        that was asked to leave has little time."""
         gc.freeze()
 
     def watch(self, board: Control) -> Watch:
-        """Return a watch that only looks for ended scripts, because the coordinator handles deaths."""
+        """Return an object that only checks whether scripts have ended, because the coordinator handles deaths."""
         return Watch(board, by_heartbeats=False)
 
     def activate_between(self, engine: EngineCore) -> None:
-        """Make `torch.distributed` refer to the first engine's world, for the script's own use between the calls of
-        engines.
+        """Make `torch.distributed` refer to the first engine's world between calls, so that the script can use it.
 
         engine: the first engine of the process.
         """
@@ -164,7 +164,7 @@ class ElasticMembership(Elastic):
     # ---- a loss, in any thread ---------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """Abort an accelerator's communicators, and forbid new collectives in all worlds of this process."""
+        """Abort the accelerators' communicators, and forbid new collectives in all worlds of this process."""
         engines = PROCESS.engines
         worlds = [engine.world for engine in engines if engine.world is not None]
         late = [world for engine in engines for world in engine.late_worlds]
@@ -175,15 +175,16 @@ class ElasticMembership(Elastic):
                 world.status.is_lost = True
 
     def abandon(self) -> None:
-        """End all operations in worlds in which engines are still being made."""
+        """End all operations in the worlds of engines that are still being made."""
         self._tear(list(self._first))
 
     def waits(self, blocked_seconds: float) -> tuple[str, float]:
-        """Return what the main thread waits for in any of this process's worlds, and for how many seconds.
+        """Return a description of what the main thread waits for in any of this process's worlds, and for how many
+        seconds it has waited.
 
         If it waits in several worlds, the longest wait counts. The result is ("", 0.0) if it waits in none.
 
-        blocked_seconds: see `Gate.waits`.
+        blocked_seconds: the time for which the main thread has run no Python code.
         """
         waits = [status.gate.waits(blocked_seconds) for status in self.statuses]
         return max(waits, key=lambda wait: wait[1], default=("", 0.0))
@@ -199,19 +200,19 @@ class ElasticMembership(Elastic):
 
     @property
     def failure(self) -> RuntimeError | None:
-        """Error of a failed collective of the current worlds, whether the script or an engine called it; None if none
-        has failed."""
+        """Error of a collective that has failed in the current worlds, whether the script or an engine called it; None
+        if none has failed."""
         return next((status.failure for status in self.statuses if status.failure is not None), None)
 
     @property
     def statuses(self) -> list[GroupStatus]:
-        """Statuses of the process groups of all current worlds."""
+        """Objects that record failures of the process groups, one for each current world."""
         worlds = [engine.world for engine in PROCESS.engines if engine.world is not None]
         return [world.status for world in worlds if world.status is not None]
 
     def check_losses(self) -> None:
-        """Raise WorldChanged if an earlier collective has failed or was aborted. Needed because an abort by itself
-        raises no error."""
+        """Raise WorldChanged if an earlier collective has failed or was aborted. This check is needed because aborting
+        a collective raises no error by itself."""
         failure = self.failure
         if failure is not None:
             raise WorldChanged("a collective of this world has failed before") from failure
@@ -220,18 +221,21 @@ class ElasticMembership(Elastic):
                 status.gate.check()
 
     def close_worlds(self, is_closed: bool) -> None:
-        """Refuse collectives until the next boundary, or allow them again.
+        """Refuse collectives until the next boundary (the point between two steps), or allow them again.
 
         Collectives are refused while it is unknown where the other members are in their scripts.
+
+        is_closed: whether to refuse them.
         """
         for status in self.statuses:
             status.is_closed = is_closed
 
     def explains(self, error: RuntimeError) -> bool:
-        """Return whether the loss of the world caused an error. If so, first wait until all members know of the loss.
+        """Return whether the loss of the world has caused an error. If it has, first wait until all members know of the
+        loss.
 
         Any other error comes from the user's script. Raises ElasticError if this step has failed for the third time
-        among the same members.
+        with the same members.
         """
         if not self.engines or self.first.idle:
             return False
@@ -253,7 +257,7 @@ class ElasticMembership(Elastic):
         return True
 
     def _count(self, members: tuple[str, ...], error: RuntimeError) -> None:
-        """Count a failed attempt at this step. Raises ElasticError after `MOST_TRIES` attempts by the same members.
+        """Count a failed attempt at this step. Raises ElasticError after `MOST_TRIES` attempts with the same members.
 
         members: the ids of the generation's members.
         error: the error that ended the attempt.
@@ -277,15 +281,15 @@ class ElasticMembership(Elastic):
 
     @property
     def first(self) -> EngineParts:
-        """The engine that was made first. It represents all engines of the process: members join and leave at its
-        boundaries, provided that no other engine is inside a global batch, and all engines change in one
-        transaction."""
+        """The engine that was made first. It represents all engines of the process: members join and leave between two
+        steps of this engine, provided that no other engine is in the middle of a global batch, and all engines change
+        in one transaction."""
         return self.engines[0]
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
-        """Do everything that is due at a boundary; see `Membership.at_boundary`.
+        """Carry out everything that is due between two steps; see `Membership.at_boundary`.
 
-        Raises SystemExit(0) on a member that leaves, or that was waiting for work when the job ended.
+        Raises SystemExit(0) on a member that leaves, and on an idle one if the job has ended.
         """
         if engine is not self.first:
             self._at_boundary_of_another(parts_of(engine), place)
@@ -315,7 +319,7 @@ class ElasticMembership(Elastic):
         return obstacle
 
     def _tell(self) -> None:
-        """Report this member's step, layout and figures to the coordinator, at the end of a boundary."""
+        """Report this member's step, layout and figures to the coordinator, before training continues."""
         first, last = self.first, self.first.last_switch
         self._clock.depart(first.global_steps, int(first.deepspeed.global_samples))
         pause_ms = 0.0 if last is None else last.pause_ms
@@ -331,11 +335,11 @@ class ElasticMembership(Elastic):
         self.member.progress(first.global_steps, str(first.layout), pause_ms, kept, tally, self._figures)
 
     def _at_boundary_of_another(self, engine: EngineParts, place: str) -> None:
-        """Take part in a requested switch, at a boundary of an engine other than the first.
+        """Take part in a requested switch of an engine other than the first, between two steps of that engine.
 
-        Raises ConfigError if the first engine has not reached a boundary yet, because newcomers would wait at the first
-        engine's boundary. Raises WorldChanged if the script reaches this boundary again and again, and never one of the
-        first engine.
+        Raises ConfigError if the first engine has not reached a boundary (a point between two steps) yet, because
+        newcomers would wait at the first engine's boundary. Raises WorldChanged if the script reaches this boundary
+        again and again, and never one of the first engine.
         """
         if not self.first.has_stood:
             raise ConfigError(
@@ -350,7 +354,8 @@ class ElasticMembership(Elastic):
             self._driver.advance(engine, place)
 
     def _busy_others(self) -> str:
-        """Return a description of an engine, other than the first, that is inside a global batch; "" if there is none.
+        """Return a description of an engine, other than the first, that is in the middle of a global batch; "" if there
+        is none.
 
         The result is the same on all members, because they run the same script.
         """
@@ -363,10 +368,10 @@ class ElasticMembership(Elastic):
         )
 
     def _work(self) -> None:
-        """Do everything that is due on a working member at a boundary.
+        """Carry out everything that is due between two steps on a working member.
 
-        If the job has fewer than MIN nodes, this saves the state at once, because the remaining nodes may disappear
-        without notice, too, and waits for more nodes. If that takes too long, the process ends.
+        If the job has fewer nodes than its minimum, this saves the state at once, because the remaining nodes may also
+        disappear without notice, and waits for more nodes. If that takes too long, the process ends.
         """
         begin, seconds, standing = time.monotonic(), self.wait_seconds, ""
         while not self.first.idle:
@@ -403,9 +408,8 @@ class ElasticMembership(Elastic):
             time.sleep(WAIT_SECONDS)
 
     def _wait_for_work(self) -> None:
-        """Wait until this idle member is given work. Raises SystemExit(0) if the job has ended or the member must
-        leave.
-        """
+        """Wait until this idle member is given work. Raises SystemExit(0) if the job has ended or the member has to
+        leave."""
         for engine in self.engines:
             engine.close_loaders()  # their processes must not outlive the world that they fetched for
         watch = Watch(self.first.control, by_heartbeats=False)
@@ -427,7 +431,7 @@ class ElasticMembership(Elastic):
         return Wait(self._driver.waits_for, self.member.waits_for)
 
     def _advance(self, has_waited: bool = True) -> None:
-        """Advance a change of members, or a requested switch, as far as possible now."""
+        """Carry out all actions of a change of members, or of a requested switch, that are possible now."""
         if self.ending:
             raise ElasticError(self.ending)
         self._driver.advance(self.first, self._place, has_waited)
@@ -439,7 +443,8 @@ class ElasticMembership(Elastic):
     # ---- after a loss ------------------------------------------------------------------------------------------------
 
     def see_failure(self) -> None:
-        """Form a new world if a collective of the script itself has failed, outside all calls of an engine."""
+        """Form a new world if a collective has failed that the script itself has called, outside of all calls of an
+        engine."""
         failure = self.failure
         if failure is not None and self.explains(failure):
             self.form_anew()
@@ -449,9 +454,9 @@ class ElasticMembership(Elastic):
             self.form_anew()
 
     def form_anew(self) -> None:
-        """Wait until a new world is formed. Open global batches are discarded, and trained again later.
+        """Wait until a new world is formed. Unfinished global batches are discarded, and trained again later.
 
-        Raises ElasticError if state was permanently lost, or if collectives hang again and again.
+        Raises ElasticError if state was permanently lost, or if collectives hang repeatedly.
         """
         for engine in self.engines:
             with engine.turn():  # all engines go back to the old world's state, or all have the new one's
@@ -477,7 +482,7 @@ class ElasticMembership(Elastic):
     # ---- saving, and leaving -----------------------------------------------------------------------------------------
 
     def _save(self, is_due: bool = False) -> None:
-        """Have the extensions save the state.
+        """Let the extensions save the state.
 
         is_due: whether each extension saves only if its save is due; otherwise all of them save now.
         """
@@ -486,10 +491,10 @@ class ElasticMembership(Elastic):
                 (extension.save_if_due if is_due else extension.save_now)()
 
     def _leave(self, must_save: bool) -> None:
-        """End this process.
+        """End this process, because it was asked to leave.
 
         must_save: whether all members were asked to leave, so that the state has to be saved. In this case all members
-        are at the same step.
+            are at the same step.
         """
         name = self.member.id
         if not must_save:
@@ -508,25 +513,28 @@ class ElasticMembership(Elastic):
         raise SystemExit(0)
 
     def waiting_change(self, engine: EngineCore) -> str:
-        """Return a description of the newest generation if this is the first engine and has not entered it; else ""."""
+        """Return a description of the newest generation if the first engine still has to enter it; "" if not, and for
+        other engines."""
         newest = self.member.newest
         if engine is not self.first or newest is None or newest.generation <= self.generation:
             return ""
         return f"generation {newest.generation}: {newest.reason}"
 
     def open_window(self, engine: EngineCore) -> None:
-        """Record the point where the global batch begins, in case the batch is discarded."""
+        """Record the positions of loaders and random generators at the beginning of a global batch, in case the batch
+        is discarded."""
         parts_of(engine).open_window(stays_discarded=self.stays_discarded(engine))
 
     def stays_discarded(self, engine: EngineCore) -> bool:
-        """Return whether the batches of an engine other than the first are still discarded.
+        """Return whether global batches of this engine are still discarded. True only for an engine other than the
+        first.
 
-        They are discarded until the first engine has finished the batch in which the world was aborted.
+        Its batches are discarded until the first engine has finished the batch in which the world was aborted.
         """
         return engine is not self.first and self.first.is_discarded
 
     def before_micro_batch(self, engine: EngineCore) -> None:
-        """Form a new world if a collective of the script itself has failed.
+        """Form a new world if a collective has failed that the script itself has called.
 
         Within a call that `surviving` runs, this raises WorldChanged instead, and `surviving` forms the new world.
         """
@@ -555,14 +563,14 @@ class ElasticMembership(Elastic):
         return again()
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the output of a forward pass, in which every loss is replaced by one whose `backward` survives the
-        death of a member."""
+        """Return the output of a forward pass, with every loss replaced by one whose `backward` does not fail if a
+        member dies."""
         return guarded(parts_of(engine).remember(output), engine, self)
 
     # ---- switches ----------------------------------------------------------------------------------------------------
 
     def reopen(self, engine: EngineCore) -> None:
-        """Reconnect to an engine's board of the current generation if the coordinator was restarted.
+        """If the coordinator was restarted, reconnect to an engine's key-value store of the current generation.
 
         Raises SwitchRefused if no coordinator answers.
         """
@@ -586,10 +594,10 @@ class ElasticMembership(Elastic):
         return engine.members if PROCESS.is_shared else engine.candidates.members
 
     def vacant(self, engine: EngineCore) -> dict[str, tuple[int, ...]]:
-        """Return a map from each node that could be released to its members, which are all idle.
+        """Return the nodes that the job could release, with their members, which are all idle.
 
-        Nodes that joined last come first. Nodes that the coordinator wants to keep are left out. At least MIN nodes
-        would stay if all returned nodes were released.
+        Nodes that joined last come first. Nodes that the coordinator wants to keep are left out. If all returned nodes
+        are released, the job still has its minimum of nodes.
         """
         by_node: dict[str, tuple[int, ...]] = {}
         for member, node in sorted(engine.candidates.nodes.items()):
@@ -600,7 +608,7 @@ class ElasticMembership(Elastic):
         return {node: by_node[node] for node in able[: max(0, most)]}
 
     def release(self, nodes: Sequence[str]) -> None:
-        """Ask the coordinator, in a thread, to send these nodes home; see `Member.send_home`."""
+        """Ask the coordinator, in a thread, to make these nodes leave; see `Member.send_home`."""
         threading.Thread(target=self._release, args=(nodes,), name="dynatrain-release", daemon=True).start()
 
     def _release(self, nodes: Sequence[str]) -> None:
@@ -614,7 +622,7 @@ class ElasticMembership(Elastic):
                 logger.warning("node %s stays for now, because the coordinator does not answer: %s", node, error)
 
     def guard(self, preparation: Preparation) -> None:
-        """Make a failure interrupt a preparation, so that the preparation does not wait for dead members."""
+        """Make a failure interrupt a switch's preparation, so that the preparation does not wait for dead members."""
         generation = self._generation_ahead
         if self._abort is not None:  # no group is built during an abort
             self._abort.join()
@@ -626,7 +634,7 @@ class ElasticMembership(Elastic):
 
     @property
     def _generation_ahead(self) -> int:
-        """Number of the generation that this member is about to enter; otherwise the number of its current
+        """Number of the generation that this member is about to enter or, if there is none, of its current
         generation."""
         machine = self._driver.machine
         world = self.world if machine.world is None else machine.world
@@ -635,7 +643,7 @@ class ElasticMembership(Elastic):
     def _say_committed(self, preparation: Preparation) -> None:
         """Report to the coordinator at once that this member holds the state of the new generation.
 
-        The report cannot wait, because other members may die before the change is complete.
+        The report must not be delayed, because other members may die before the change is complete.
         """
         machine, member = self._driver.machine, self.member
         if (
@@ -646,37 +654,39 @@ class ElasticMembership(Elastic):
             member.enter(machine.world)
 
     def entered(self, engine: EngineCore) -> None:
-        """Record that the window of a late switch begins: until it ends, any loss in either world is a failure."""
+        """Record that a late switch has begun (optimizer state is in transit). Until it ends, any loss in either world
+        is a failure."""
         self.enter_window(self._generation_ahead)
         self._driver.entered(parts_of(engine))
 
     def ended(self, engine: EngineCore, proposal: Proposal, outcome: Outcome) -> None:
-        """Update the membership at the end of a late switch; see `Driver.ended`."""
+        """Update the membership at the end of a late switch (optimizer state moved after the pause); see
+        `Driver.ended`."""
         self._driver.ended([engine], proposal, outcome)
 
     def tell(self, engine: EngineCore, event: SwitchEvent) -> None:
-        """Send the event to the coordinator, which keeps it for people who watch the job."""
+        """Send the event of a switch to the coordinator, which keeps it for people who watch the job."""
         self.member.switched(switch_message(engine.job.number, event))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def loaded(self, engine: int) -> tuple[Any, ...] | None:
-        """Return the result of the job's own `load_checkpoint` call on a newcomer, which receives the state itself
-        later; None on any other member."""
+        """Return, on a newcomer, the result that the job's own `load_checkpoint` call had; None on any other member.
+        (The newcomer receives the state later.)"""
         return tuple(self.loads.get(engine) or (None, {})) if self.is_newcomer else None
 
     def remember_load(self, engine: int, result: Sequence[Any]) -> None:
-        """Keep the parts of a `load_checkpoint` result that JSON can hold."""
+        """Keep the result of a `load_checkpoint` call for newcomers, as far as JSON can represent it."""
         self.loads[engine] = [plain_part(part) for part in result]
 
 
 class Rounds:
-    """Count of the batches that a loop takes from other engines between two global batches of the first engine (a
+    """Count of the batches that a script takes from other engines between two global batches of the first engine (a
     round).
 
-    After a death all of these batches are discarded until the first engine begins its next batch. A loop that takes a
-    fixed number of batches gets to that point. A loop that takes a fixed number of steps of another engine never does,
-    because a discarded batch takes no step. The user then gets an error. Engines are identified by their numbers.
+    After a death all of these batches are discarded until the first engine begins its next batch. A script that takes a
+    fixed number of batches gets to that point. A script that takes a fixed number of steps of another engine never
+    does, because a discarded batch takes no step. The user then gets an error. Engines are identified by their numbers.
     """
 
     def __init__(self) -> None:
@@ -684,16 +694,18 @@ class Rounds:
         self._most: Counter[int] = Counter()
 
     def begin(self) -> None:
-        """Record that the first engine is at a boundary, which begins a new round."""
+        """Begin a new round. Called when the first engine is between two global batches."""
         self._most |= self._now
         self._now.clear()
 
     def stay(self, engine: int, is_discarded: bool) -> None:
-        """Record that an engine other than the first is at a boundary.
+        """Count a batch of an engine other than the first. Called when that engine is between two global batches.
 
-        is_discarded: whether nothing is trained before the first engine's next batch.
+        engine: the engine's number.
+        is_discarded: whether batches are discarded until the first engine's next batch.
 
-        Raises WorldChanged if nothing is trained and the loop has taken far more batches than in any earlier round.
+        Raises WorldChanged if batches are discarded and the script has taken far more of them than in any earlier
+        round.
         """
         self._now[engine] += 1
         if is_discarded and self._now[engine] > 2 * self._most[engine] + SPARE:
@@ -706,9 +718,9 @@ class Rounds:
 
 
 def plain_part(value: Any) -> Any:
-    """Return the part of a value that JSON can hold.
+    """Return the part of a value that JSON can represent.
 
-    Dictionary entries that JSON cannot hold are left out. Any other value that JSON cannot hold becomes None.
+    Dictionary entries that JSON cannot represent are left out. Any other such value becomes None.
     """
     if isinstance(value, Mapping):
         parts = {str(key): plain_part(part) for key, part in value.items()}
@@ -720,7 +732,7 @@ def plain_part(value: Any) -> Any:
 
 
 def figures(engine: EngineParts) -> Figures:
-    """Return figures of an engine's training, for people who watch the job."""
+    """Return figures of an engine's training, such as its loss, for people who watch the job."""
     loss, rates = engine.last_loss, engine.deepspeed.get_lr()
     value = None if loss is None else float(loss.float().mean())
     return Figures(

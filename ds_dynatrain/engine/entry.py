@@ -1,5 +1,5 @@
-"""Entry of a process into a job: together with its launch, with other processes that start an elastic job, or into a
-running job."""
+"""Entry of a process into a job: together with the other processes of a launch, with others that start an elastic job,
+or into a running job."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ T = TypeVar("T")
 
 @dataclass
 class Entry:
-    """State of a process in a job before the process's engine exists.
+    """A process's entry into a job, before its engine exists.
 
-    launch: the group of all processes that start together. If the process joins a running job, it is alone in the
-        group.
+    launch: the process group of all processes that start together. It contains only this process if the process joins a
+        running job.
     mine: this process's number as a member.
     size: the number of processes in the group.
-    record: the running job's record (see `PostJob`); None if this process starts a job.
+    record: the running job's description (see `PostJob`); None if this process starts a job.
     number: the number of the engine among those that the process has made, counted from 1.
     """
 
@@ -67,13 +67,13 @@ class Entry:
 
     @property
     def joins(self) -> bool:
-        """Whether the process joins a running job."""
+        """Whether the process joins a job that is already running."""
         return self.record is not None
 
     def exchange(self, key: str, mine: Any) -> dict[int, Any]:
-        """Post a value under a key, wait for all starting processes to post one, and return a map from member to value.
+        """Post a value, wait until all starting processes have posted theirs, and return a map from member to value.
 
-        A process that joins a running job gets its own value alone.
+        A process that joins a running job gets only its own value.
         """
         if self.joins:
             return {self.mine: mine}
@@ -94,7 +94,8 @@ class Entry:
 
 
 def with_launch(seconds: float, known: Membership | None) -> Entry:
-    """Enter together with all processes of a launch of fixed size. Every process makes its engines in the same order.
+    """Enter a job together with all processes of a launch of fixed size. Every process must make its engines in the
+    same order.
 
     known: the membership of this process's earlier engines; None for the first engine.
     """
@@ -110,7 +111,7 @@ def with_members(place: WorkerPlace, settings: DynatrainConfig, known: ElasticMe
 
     known: the membership of this process, if the coordinator already knows it.
 
-    Raises SystemExit(0) if the job ends before that, and TimeoutError or PeerRefused under the same conditions as
+    Raises SystemExit(0) if the job ends first, and TimeoutError or PeerRefused under the same conditions as
     `Member.start`.
     """
     elastic, alone = known or ElasticMembership(place, settings), LaunchWorld.current()
@@ -148,7 +149,12 @@ def enter_again(membership: Membership, settings: DynatrainConfig, number: int) 
 
 
 def _entered(elastic: ElasticMembership, alone: LaunchWorld, seconds: float, engine: int = 1) -> Entry:
-    """Enter the process's generation or, if it has none yet, the first generation that it can enter; see `into`."""
+    """Wait for a generation that this process can enter, and enter it. If the process has entered one already, use
+    that.
+
+    alone: the process group of this process alone.
+    engine: the number of the engine that is being made.
+    """
     generation = 0
     while True:
         world = elastic.world or elastic.member.wait_for_world(generation)
@@ -173,8 +179,9 @@ def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
 def enter_generation(
     elastic: ElasticMembership, world: Generation, alone: LaunchWorld, seconds: float, engine: int = 1
 ) -> Entry | None:
-    """Enter one generation. Returns None if this process has to wait for a later one.
+    """Enter a generation of the job. Returns None if this process has to wait for a later one.
 
+    alone: the process group of this process alone.
     engine: the number of the engine that is being made.
     """
     if elastic.member.id not in world.members:
@@ -210,11 +217,11 @@ def enter_generation(
 
 
 def _stay_outside(elastic: Elastic, world: Generation, engine: int) -> None:
-    """Handle a generation that does not include this process, which may join a later one.
+    """Handle a generation that does not list this process; it may join a later one.
 
-    After a failure the members ask all leaving members what they hold; this member answers that it holds nothing.
+    After a failure the other members ask leaving members what state they hold; this process answers that it holds none.
     Raises JobFinished if this member was asked to leave. Raises ElasticError if this member was making a further
-    engine: that engine's description is on the previous generation's board.
+    engine, because it would need a description from the previous generation.
     """
     if world.change == "failure" and elastic.member.id in world.leaving:
         with suppress(td.DistError, OSError):
@@ -237,7 +244,7 @@ def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int)
     """Return whether no member of a generation has an engine yet, so that all of them start the job together.
 
     Even if no member is known to hold the state, some may have an engine: they are about to leave with the state, or
-    joined just before the state was lost. Raises ElasticError on a member that is about to make a further engine for
+    joined just before the state was lost. Raises ElasticError on a member that would have to make a further engine in
     such a job.
     """
     if world.survivors:
@@ -258,8 +265,8 @@ def _all_start(elastic: Elastic, world: Generation, boards: Boards, engine: int)
 
 
 def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], T]) -> T | None:
-    """Call `look` until it returns a true value, and return that value. Return None if a later generation is published
-    first.
+    """Call `look` repeatedly until it returns a true value, and return that value. Returns None if a later generation
+    is published first.
 
     whom: a description of what is awaited, for the status.
 
@@ -277,13 +284,15 @@ def _wait_on(elastic: Elastic, world: Generation, whom: str, look: Callable[[], 
 
 
 def start_of_job(elastic: Elastic) -> str:
-    """Return a log text that says what a process waits for before the coordinator has put it into a generation."""
+    """Return a description, for the log, of what a process waits for until the coordinator includes it in a
+    generation."""
     status = f"`ds-dynatrain status {elastic.member.place.coordinator}`"
     return f"the job to start, or to take this process in; {status} says which nodes are ready"
 
 
 def start_alone() -> None:
-    """Install a world of this process alone, replacing any process groups that the script has made."""
+    """Make `torch.distributed` use a world that contains only this process. Process groups that the script has made are
+    destroyed."""
     if td.is_initialized():
         td.destroy_process_group()
     store = HashStore()
@@ -295,11 +304,12 @@ def start_alone() -> None:
 
 @dataclass(eq=False)
 class Early:
-    """A member that has entered the job without an engine. `PROCESS` keeps it until `initialize` is called.
+    """A member that has entered the job but has no engine yet. `PROCESS` keeps this object until `initialize` is
+    called.
 
     launch: the process group that the member is in.
-    entry: the entry of a process that starts a job; None if the process joins one.
-    joins: whether a job was already running when the process came.
+    entry: the entry of a process that starts a job; None if the process joins a running one.
+    joins: whether the process joins a running job.
     """
 
     membership: ElasticMembership
@@ -310,12 +320,13 @@ class Early:
     is_taken: bool = False
 
     def install(self) -> None:
-        """Make `torch.distributed`, DeepSpeed and the environment variables refer to this member's group."""
+        """Make `torch.distributed`, DeepSpeed and the environment variables refer to this member's process group."""
         self.launch.install()
         at_exit(self.end)
 
     def connect(self) -> None:
-        """Prepare the group of starting processes to carry an accelerator's tensors. All of these processes call it.
+        """Connect the accelerators of all starting processes, so that their process group can send accelerator tensors.
+        All of these processes call it.
 
         Raises WorldChanged if one of them is lost during the call.
         """
@@ -323,8 +334,8 @@ class Early:
             self.launch.connect(self.membership.timeout_seconds, self.entry.stop)
 
     def take_over(self, settings: DynatrainConfig) -> Entry:
-        """Complete this early entry with the settings of an engine, and return it in the form in which `with_members`
-        returns one."""
+        """Complete this entry, which was begun without an engine, with the settings of the first engine. Return it in
+        the form that `with_members` returns."""
         entry, launch = self.entry, self.launch
         self.is_taken = True
         self.entry, self.launch = None, self.alone  # this object must not keep the group alive
@@ -340,14 +351,14 @@ class Early:
         return with_members(elastic.member.place, settings, self.membership)
 
     def end(self) -> None:
-        """Report to the coordinator that the script has ended. Do nothing if an engine was made, because the engine
-        reports it."""
+        """Report to the coordinator that the script has ended. Does nothing if an engine was made, because the engine
+        then reports this."""
         if not self.is_taken:
             self.membership.member.stop(has_ended=not ended_in_error())
 
 
 def begin(place: WorkerPlace) -> Early:
-    """Enter an elastic job without an engine. Raises SystemExit(0) if the job ends before that."""
+    """Enter an elastic job before an engine is made. Raises SystemExit(0) if the job ends first."""
     settings = DynatrainConfig()
     elastic = ElasticMembership(place, settings)
     start_alone()
@@ -368,8 +379,8 @@ def begin(place: WorkerPlace) -> Early:
 
 
 def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> Entry | None:
-    """Start a job together with all other starting processes. Returns None if there is a running job to join
-    instead."""
+    """Start a job together with all other starting processes. Returns None if there is already a running job, which
+    this process has to join."""
     member, generation = elastic.member, 0
     warm()
     member.ready()
@@ -389,7 +400,7 @@ def _start(elastic: ElasticMembership, alone: LaunchWorld, seconds: float) -> En
 
 
 def _is_running(elastic: Elastic) -> bool:
-    """Return whether the coordinator already has a world that does not include this process."""
+    """Return whether the coordinator already has a generation that trains without this process."""
     try:
         where = elastic.member.place.coordinator
         status = ask_status(where, job_token(where)[0], CONNECT_SECONDS)

@@ -1,6 +1,6 @@
 """The first layout of a launch, and the first state of a model whose parameters arrive one by one.
 
-The layout is derived from the `dynatrain` block or from DeepSpeed's configuration.
+The layout is taken from the `dynatrain` block or derived from DeepSpeed's configuration.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def first_layout(
     """Return the layout in which a launch with this number of processes begins.
 
     model: the model, with all its layers if it was built in stages.
+    own: DeepSpeed's part of the configuration.
+    settings: the `dynatrain` block.
     pipe: the number of pipeline stages.
     grows: whether members can join and leave, so that any number of processes may start.
     in_leaves: whether batches consist of leaves (micro-batches of fixed size). Ranks without a leaf are then idle.
@@ -86,8 +88,8 @@ def first_layout(
 
 
 def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, processes: int) -> None:
-    """Raise ConfigError if the job cannot start in this layout: it cannot divide the batch for this model, or it
-    excludes a feature of the job."""
+    """Raise ConfigError if the job cannot start in this layout: the batch cannot be divided for this model, or a
+    feature of the job is not possible in the layout."""
     try:
         feasible.check_combination(job.features, layout, processes)
         feasible.check_batch(layout, job.batch_sizes, shaper.whole(model), job.has_stages)
@@ -109,8 +111,8 @@ def check_start(layout: Layout, model: nn.Module, shaper: Shaper, job: Job, proc
 
 
 def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of stages that share a tensor. Raises ConfigError if the model cannot be divided by the
-    layout."""
+    """Return the sets of pipeline stages that share a tensor. Raises ConfigError if the layout cannot divide the
+    model."""
     try:
         return shared_stages(shaper.cuts(layout).values())
     except (LayoutError, UnsupportedError) as error:
@@ -121,7 +123,10 @@ def check_axes(shaper: Shaper, layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def take_in(engine: EngineCore, incoming: Incoming, space: VirtualParameterSpace) -> None:
-    """Build the state of the first layout from parameters that arrive one by one. All processes take part."""
+    """Build the state of the first layout from parameters that arrive one by one. All processes take part.
+
+    incoming: yields the parameters and their values.
+    """
     engine.adopt_space(space)
     values = incoming.values(engine.job.job_seed, works=engine.world is not None)
     numbers = {id(parameter): number for number, parameter in enumerate(engine.host.model_map.parameters)}
@@ -147,7 +152,8 @@ def _fill(
     values: Iterator[tuple[nn.Parameter, torch.Tensor]],
     numbers: dict[int, int],
 ) -> tuple[Buffers, dict[str, int]]:
-    """Return the buffers of the first layout, and the digest of each parameter that this member initialized."""
+    """Fill the buffers of the first layout with parameters that arrive one by one. Return the buffers, and the digest
+    of each parameter that this member initialized from random generators."""
     drawn: dict[str, int] = {}
 
     def noted() -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -163,7 +169,7 @@ def _fill(
 
 
 def _compare_draws(engine: EngineCore, incoming: Incoming, mine: dict[str, Any] | None = None) -> None:
-    """Compare the parameters that the working members initialized from random generators.
+    """Check that all working members have initialized parameters from random generators with the same values.
 
     Raises ConfigError on all processes if values differ or a member has failed. The error names a parameter.
     """

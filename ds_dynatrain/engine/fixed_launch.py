@@ -40,7 +40,7 @@ class FixedLaunch(Membership):
         """Whether an error of this member was the first, and has ended the job."""
 
     def add(self, engine: EngineCore) -> None:
-        """Start this member's heartbeat, which waiting members observe."""
+        """Start this member's heartbeat, by which waiting members see that it is alive."""
         parts_of(engine).heartbeat = Heartbeat(engine.control)
 
     def say_end(self, engine: EngineCore) -> None:
@@ -53,7 +53,7 @@ class FixedLaunch(Membership):
             beating.stop()
 
     def end_script(self, engine: EngineCore) -> None:
-        """Wait for members that still have to read that the job has ended, or why.
+        """Wait, at the end of the script, until other members have read that the job has ended, or why.
 
         Member 0 waits for idle and late members, because its process may serve the key-value store. A member whose
         error has ended the job waits for all others, because its launcher kills them as soon as its process has ended.
@@ -70,7 +70,7 @@ class FixedLaunch(Membership):
                 board.wait(dict(enumerate(waiting)), "the ends of others", time.monotonic() + SEE_OFF_SECONDS)
 
     def at_boundary(self, engine: EngineCore, place: str) -> str:
-        """Take part in a switch that is due, or wait for one; see `Membership.at_boundary`."""
+        """Take part in a switch that is due or, on an idle member, wait for one; see `Membership.at_boundary`."""
         parts = parts_of(engine)
         if not engine.idle:
             if parts.has_open_window:
@@ -83,7 +83,7 @@ class FixedLaunch(Membership):
         return ""
 
     def _wait_for_work(self, engine: EngineParts, place: str) -> None:
-        """Wait until this member works. Raises SystemExit(0) when the working members' scripts have ended."""
+        """Wait until this idle member is given work. Raises SystemExit(0) when the others' scripts have ended."""
         engine.close_loaders()  # their processes must not outlive the world that they fetched for
         watch = self.watch(engine.control)
         while engine.idle:
@@ -98,7 +98,7 @@ class FixedLaunch(Membership):
         engine.note_safe()
 
     def surviving(self, engine: EngineCore, call: Callable[[], T], again: Callable[[], T]) -> T:
-        """Return the result of `call`. If a peer is lost in it, the error names the error that has ended that peer."""
+        """Return the result of `call`. If a peer is lost during the call, the error tells why that peer has ended."""
         try:
             return call()
         except RuntimeError as error:
@@ -108,5 +108,5 @@ class FixedLaunch(Membership):
             raise RuntimeError("the job has ended with an error of member {}: {}".format(*found)) from error
 
     def returned(self, engine: EngineCore, output: Any) -> Any:
-        """Return the output of a forward pass. Keep it, too, while a late switch may still discard the batch."""
+        """Return the output of a forward pass. Also keep the output while a late switch may still discard the batch."""
         return parts_of(engine).remember(output) if engine.awaits_late else output

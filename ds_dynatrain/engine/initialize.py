@@ -1,4 +1,5 @@
-"""`initialize`: DeepSpeed's call with the same arguments and the same four results, and an engine that can switch."""
+"""Implementation of `initialize`: DeepSpeed's call, with the same arguments and results, which returns an engine that
+can switch."""
 
 from __future__ import annotations
 
@@ -91,23 +92,23 @@ def initialize(
     model_factory: ModelFactory | None = None,
     extensions: Iterable[Extension] = (),
 ) -> Results:
-    """Initialize the way `deepspeed.initialize` does, and return (engine, optimizer, training loader, scheduler).
+    """Initialize as `deepspeed.initialize` does, and return (engine, optimizer, training loader, scheduler).
 
     Without a `dynatrain` block in the configuration this is `deepspeed.initialize`. With one, call it on every process
     of the launch: `dynatrain.layout` gives the layout to start with, and processes that are not needed for it start
     idle.
 
-    on_idle: called again and again as `on_idle(engine)` on a member that waits for work.
+    on_idle: called repeatedly, as `on_idle(engine)`, on a member that waits for work.
 
-    param_init_fn: for a model on the meta device. Called as `param_init_fn(module)` on each module with parameters of
-    its own, instead of the module's `reset_parameters()`.
+    param_init_fn: for a model on the meta device. Called as `param_init_fn(module)` on each module that has parameters
+        of its own, instead of the module's `reset_parameters()`.
 
     model_factory: builds the same model again. Needed for a model that cannot be copied and whose layers are to be
-    divided among stages.
+        divided among stages.
 
     extensions: your own extensions, in the same order on every process; see `Extension`.
 
-    Raises ConfigError for a wrong block or a model that differs between processes.
+    Raises ConfigError for an invalid block or a model that differs between processes.
 
     Raises UnsupportedError for a feature that a switch would not handle correctly.
 
@@ -159,12 +160,13 @@ def initialize(
 
 
 def init_distributed(*arguments: Any, **named: Any) -> bool:
-    """Call `deepspeed.init_distributed` with the same arguments; in an elastic job, form the job's world first.
+    """Call `deepspeed.init_distributed` with the same arguments. In an elastic job, join the job or form its world
+    first.
 
-    Call it in a script's first line. Processes that start a job wait for each other, and see all of them in
-    `torch.distributed`, RANK and WORLD_SIZE. A process that joins a running job sees its own node's world until
-    `initialize`, because the others are training and take part in nothing else. Returns whether this process joins.
-    Models may be built under `deepspeed.zero.Init` after this call.
+    Call this in the first line of a script. Processes that start a job wait for each other, and then all of them are in
+    `torch.distributed`, RANK and WORLD_SIZE. A process that joins a running job is in the world of its own node until
+    `initialize`, because the others are training and cannot take part in anything else. Returns whether this process
+    joins a running job. Models may be built under `deepspeed.zero.Init` after this call.
 
     Raises SystemExit(0) if the job ends before that, TimeoutError or PeerRefused under the same conditions as
     `Member.start`.
@@ -187,7 +189,7 @@ def init_distributed(*arguments: Any, **named: Any) -> bool:
 
 def join_at_zero_init() -> None:
     """Make the first `deepspeed.zero.Init` of an elastic launch call `init_distributed`, unless the script has already
-    called it.
+    done so.
 
     Needed by frameworks that build a model under `zero.Init` themselves. Does nothing in a launch of fixed size.
     """
@@ -205,7 +207,7 @@ def _join_before_engines() -> bool:
 
 
 def _settle_elastic_launch() -> None:
-    """Check that an elastic launch can survive a death, and switch off torch's watchdog. Called before anything else.
+    """Check that an elastic launch can survive a death, and disable torch's watchdog. Called before anything else.
 
     Raises UnsupportedError or ConfigError if the launch could not survive a death.
     """
@@ -216,7 +218,7 @@ def _settle_elastic_launch() -> None:
 
 @dataclass(frozen=True)
 class _Given:
-    """Arguments that the caller gave to `initialize`.
+    """The arguments that the caller has passed to `initialize`.
 
     own: DeepSpeed's part of the configuration.
     arguments: arguments of DeepSpeed's constructor.
@@ -326,7 +328,11 @@ def _build(given: _Given, place: WorkerPlace | None, early: Early | None) -> Dyn
 
 
 def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | None) -> Entry:
-    """Enter the job: continue an early entry, or enter with a launch, with other members, or with a further engine."""
+    """Enter the job: complete an entry begun by `init_distributed`, or enter together with the launch, in an elastic
+    job, or with a further engine of this process.
+
+    early: the entry begun by `init_distributed`; None if there is none.
+    """
     if early is not None:
         PROCESS.early = None
         return early.take_over(settings)
@@ -339,7 +345,8 @@ def _enter(settings: DynatrainConfig, place: WorkerPlace | None, early: Early | 
 def _split(
     args: Any, config: Config | None, config_params: Config | None
 ) -> tuple[dict[str, Any], DynatrainConfig | None]:
-    """Return DeepSpeed's part and our part of the configuration.
+    """Separate the configuration into DeepSpeed's part and our `dynatrain` block, and return both. The second is None
+    if there is no block.
 
     Raises ConfigError if several configurations are given and the first has a `dynatrain` block. All other mistakes are
     left for DeepSpeed to report.
@@ -362,7 +369,7 @@ def _make(
     incoming: Incoming,
     shaper: Shaper,
 ) -> DynatrainEngine:
-    """Make the engine and prepare it for work. If this raises an error, no part of the engine remains.
+    """Make the engine and prepare it for work. If this raises an error, everything made so far is released.
 
     layout: the current layout of the job.
     arguments: arguments of DeepSpeed's constructor.
@@ -415,9 +422,10 @@ def _make(
 
 
 def _working(entry: Entry, ties: Sequence[tuple[int, ...]], given: dict[str, Any]) -> DynatrainEngine:
-    """Make the engine of a working member, in the process groups of the member's first world.
+    """Make the engine of a working member, together with the process groups of the member's first world.
 
     ties: the sets of stages that share a tensor.
+    given: arguments of the engine's constructor.
     """
     job, layout, members = given["job"], given["layout"], given["members"]
     seconds = job.settings.timeout_seconds
@@ -458,7 +466,8 @@ def _close(reference: weakref.ref[DynatrainEngine]) -> None:
 
 
 def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
-    """Return the caller's lists of parameters: those of the optimizer's groups, or of `model_parameters`."""
+    """Return the lists of parameters that the caller has passed: those of the optimizer's groups, or of
+    `model_parameters`."""
     given = getattr(arguments["optimizer"], "param_groups", arguments["model_parameters"])
     if not isinstance(given, list):
         return []
@@ -470,10 +479,10 @@ def lists_of(arguments: Mapping[str, Any]) -> list[list[nn.Parameter]]:
 
 
 def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
-    """Return the descriptions of the parameters, which must be equal on all processes.
+    """Return a description of each parameter. The descriptions must be equal on all processes.
 
-    A process that joins a job gets all values from the job. How its parameters arrive is therefore copied from the
-    job's own descriptions.
+    A process that joins a running job gets all values from that job. In this case the job's own descriptions say how
+    parameters arrive.
     """
     rows = incoming.rows
     if entry.record is None:
@@ -483,7 +492,8 @@ def rows_of(entry: Entry, incoming: Incoming) -> list[Row]:
 
 
 def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dict[int, dict[str, Any]]:
-    """Introduce this member to the others, and check that all have the same model.
+    """Exchange descriptions with the other members, and check that all have the same model. Return the description of
+    each member.
 
     rows: the result of `rows_of`.
     machine: further values that must be equal on all members.
@@ -509,17 +519,18 @@ def introduce(entry: Entry, rows: Sequence[Row], machine: dict[str, str]) -> dic
 
 
 def described(own: Mapping[str, Any], settings: DynatrainConfig) -> dict[str, str]:
-    """Return a map from path to value for all values of a configuration, for example {"optimizer.params.lr": "0.1"}."""
+    """Return all values of a configuration as a flat map from path to value, such as {"optimizer.params.lr": "0.1"}."""
     found: dict[str, str] = {}
     _flatten({**own, "dynatrain": settings.model_dump()}, "", found)
     return {path: value for path, value in found.items() if not path.startswith(FREE)}
 
 
 def differing_members(one: Mapping[str, Any], two: Mapping[str, Any], of_one: str, of_two: str) -> str:
-    """Return a description of the first difference between two processes; "" if there is none.
+    """Return a description of the first difference between the records of two processes; "" if there is none.
 
-    one: the record of a process, as read from JSON. Its "machine" maps names to values that extensions require to be
-        equal, and its "rows" describe the parameters.
+    one, two: the records, as read from JSON. "machine" maps names to values that extensions require to be equal, and
+        "rows" describe the parameters.
+    of_one, of_two: names of the two processes, for the description.
     """
     model = " (name, shape, type, form, requires_grad): build the same model on every process"
     first, other = ({f"parameter {place}": row for place, row in enumerate(each["rows"])} for each in (one, two))
@@ -528,7 +539,11 @@ def differing_members(one: Mapping[str, Any], two: Mapping[str, Any], of_one: st
 
 
 def differing(first: Mapping[str, Any], other: Mapping[str, Any], of_first: str, of_other: str, way_out: str) -> str:
-    """Return a description of the first value that differs between two maps; "" if none differs."""
+    """Return a description of the first value that differs between two maps; "" if none differs.
+
+    of_first, of_other: names of the owners of the maps, for the description.
+    way_out: advice for the user, for the description.
+    """
     for name in {**first, **other}:
         one, two = first.get(name, "not given"), other.get(name, "not given")
         if one != two:

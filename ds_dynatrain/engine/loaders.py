@@ -1,4 +1,4 @@
-"""The engine's side of its loaders: what loaders that follow the world ask of their engine."""
+"""The methods of an engine that its loaders call."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class LoadingEngine(SwitchingEngine):
-    """An engine that is the host of its loaders (see `data.loader.Host`)."""
+    """An engine with the methods that its loaders call (see `data.loader.Host`)."""
 
     evaluation_loaders: int = 0
-    """How many evaluation loaders were made."""
+    """Number of evaluation loaders made so far."""
     _opened: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Map from the name of each train loader to when its last global batch began: (segment, number of micro-batches
-    trained before)."""
+    """For each train loader, by name, when its last global batch began: the segment of training, and the number of
+    micro-batches trained before."""
 
     @property
     def data_rank(self) -> int:
@@ -43,7 +43,8 @@ class LoadingEngine(SwitchingEngine):
         return self.batch_for(self.layout)
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return the context manager for a loader's work, within which process-wide state belongs to this engine."""
+        """Return the context manager within which a loader works. Process-wide state belongs to this engine
+        meanwhile."""
         return PROCESS.turn(self)
 
     def begin_epoch(self, loader: TrainLoader) -> int | None:
@@ -51,7 +52,8 @@ class LoadingEngine(SwitchingEngine):
         return PROCESS.sync_points.begin_epoch(loader.name, loader.is_under_way, loader.source.sampler_epoch)
 
     def begin_evaluation(self, loader: EvaluationLoader) -> bool:
-        """Begin a pass over an evaluation loader, and return whether the loader has batches on this member."""
+        """Begin a pass over an evaluation loader; return whether this member takes part, so that the loader has
+        batches."""
         return PROCESS.sync_points.arrive(f"a pass over {loader.name!r}") is not None
 
     def before_micro_batch(self) -> None:
@@ -59,7 +61,7 @@ class LoadingEngine(SwitchingEngine):
         PROCESS.membership.before_micro_batch(self)
 
     def before_batch(self, loader: TrainLoader) -> None:
-        """Do what is due at a boundary. Called by a train loader before it begins a global batch.
+        """Carry out changes that are due between two steps. Called by a train loader before it begins a global batch.
 
         Raises DataError if the loader's last global batch was trained only partly.
         """
@@ -71,8 +73,8 @@ class LoadingEngine(SwitchingEngine):
     def _refuse_part(self, loader: TrainLoader) -> None:
         """Raise DataError if the loader's last global batch was trained only partly.
 
-        DeepSpeed's accumulation window would stay open at all later boundaries, and no switch, save or SIGTERM could
-        take effect.
+        Otherwise DeepSpeed's gradient accumulation would stay unfinished at all later boundaries, and no switch, save
+        or SIGTERM could take effect.
         """
         segment, opened = self._opened.get(loader.name, ("", 0))
         trained = self.micro_steps - opened
@@ -87,7 +89,10 @@ class LoadingEngine(SwitchingEngine):
         )
 
     def check_order(self, loader: TrainLoader, digest: int) -> None:
-        """Compare a loader's order between all working ranks; see `LoaderHost.check_order`."""
+        """Check that a loader has the same order of samples on all working ranks; see `LoaderHost.check_order`.
+
+        digest: a hash of this rank's order.
+        """
         extremes = torch.tensor([digest, -digest])
 
         def reduced() -> torch.Tensor:
@@ -106,8 +111,11 @@ class LoadingEngine(SwitchingEngine):
             )
 
     def deal(self, slot: Slot, last: bool) -> None:
-        """Record the slot of the micro-batch that a train loader is about to return. A slot is the micro-batch's weight
-        and number of samples."""
+        """Record the weight and the number of samples of the micro-batch that a train loader is about to return.
+
+        slot: the weight and number of samples.
+        last: whether the micro-batch completes the global batch.
+        """
         host = self.host
         host.slot_weight, host.slot_is_borrowed = slot.weight, slot.is_borrowed
         if isinstance(slot, Leaf):
@@ -116,13 +124,14 @@ class LoadingEngine(SwitchingEngine):
         self.open_batch = OpenBatch(True, self._samples_with(slot), last)
 
     def note_slots(self, slots: Sequence[Slot]) -> None:
-        """Record this rank's slots of a global batch. Called by a train loader before the first micro-batch."""
+        """Record the weights and numbers of samples of this rank's micro-batches in a global batch. Called by a train
+        loader before it returns the first of them."""
         for slot in slots:
             self.open_batch = OpenBatch(True, self._samples_with(slot), False)
 
     def _samples_with(self, slot: Slot) -> int | None:
-        """Return the number of samples in the open global batch, computed from one of its slots; None if that slot does
-        not tell it."""
+        """Return the number of samples in the current global batch, computed from the weight and number of samples of
+        one micro-batch; None if they do not determine it."""
         if isinstance(slot, Leaf):
             return slot.batch_samples
         if slot.is_borrowed:
@@ -131,7 +140,7 @@ class LoadingEngine(SwitchingEngine):
 
     @contextmanager
     def micro_batch(self, one: MicroBatch, is_divided: bool) -> Iterator[None]:
-        """Context manager within which one micro-batch is trained; see `DynatrainEngine.micro_batch`."""
+        """Context manager for training one micro-batch; see `DynatrainEngine.micro_batch`."""
         if not isinstance(one, MicroBatch):
             raise DataError(
                 f"engine.micro_batch: a {type(one).__name__} is not one of a loader's windows(); write `for window in "
@@ -156,13 +165,14 @@ class LoadingEngine(SwitchingEngine):
         return [loader for loader in self.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
 
     def together(self, name: str, call: Callable[[], T], alone: Callable[[], T]) -> T:
-        """Run a collective of the working members and return its result. Return the result of `alone` if not all
-        members take part.
+        """Run a collective of the working members and return its result. If not all members take part, return the
+        result of `alone` instead.
 
         Not all members take part if the world is aborted during the collective, if the global batch is discarded, or if
         this member joined late and the others are elsewhere in their scripts.
 
         name: a name for the log, the same on all members.
+        call: runs the collective.
         """
         if self.is_discarded or not (self.is_in_epoch or PROCESS.sync_points.arrive(name) is not None):
             return alone()

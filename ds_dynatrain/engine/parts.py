@@ -1,4 +1,5 @@
-"""State and calls of an engine as one object: what its base classes provide, its begin and end, and its extensions."""
+"""An engine's state and calls as one object: the features of its base classes, its beginning and end, and its
+extensions."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from ds_dynatrain.space import VirtualParameterSpace
 
 @dataclass(eq=False)
 class EngineParts(SavingEngine):
-    """State and calls of an engine, which a `DynatrainEngine` keeps in one attribute."""
+    """The state and the calls of an engine. A `DynatrainEngine` keeps this object in one attribute."""
 
     heartbeat: Heartbeat | None = None
-    """Heartbeat of this member; None in jobs whose coordinator detects deaths."""
+    """This member's heartbeat thread; None in jobs whose coordinator detects deaths."""
     last_loss: torch.Tensor | None = None
-    """Loss of this member's last micro-batch, as a mean, for people who watch the job; None before the first."""
+    """Mean loss of this member's last micro-batch, for people who watch the job; None before the first one."""
     kept: Kept = field(default_factory=Kept)
-    """Copies of the state that this member keeps, of its own state and of other members' state."""
+    """Copies of state that this member keeps for restoration after a death: of its own rank and of other ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,8 +56,7 @@ class EngineParts(SavingEngine):
         return [one for one in open_engines() if one is not self]
 
     def begin_segment(self) -> None:
-        """Record that another state is about to be loaded, after which step numbers may repeat, and notify the
-        extensions."""
+        """Record that a checkpoint is about to be loaded, so that step numbers may recur, and notify the extensions."""
         super().begin_segment()
         for extension in self.extensions:
             extension.before_load()
@@ -67,7 +67,7 @@ class EngineParts(SavingEngine):
             extension.before_leaving_world()
 
     def finish_step(self) -> None:
-        """Notify the extensions, at the end of a global batch, that the optimizer step is over.
+        """Notify the extensions that an optimizer step, and with it a global batch, is complete.
 
         Raises WorldChanged if a member may have been lost while replicas took the step.
         """
@@ -77,7 +77,7 @@ class EngineParts(SavingEngine):
             self.agree()
 
     def forget_batch(self) -> None:
-        """Record that no global batch is open any longer, and notify the extensions."""
+        """Record that no global batch is in progress any longer, and notify the extensions."""
         super().forget_batch()
         for extension in self.extensions:
             extension.on_batch_forgotten()
@@ -85,8 +85,10 @@ class EngineParts(SavingEngine):
     # ---- the begin and the end -------------------------------------------------------------------------------------
 
     def begin_work(self, space: VirtualParameterSpace) -> None:
-        """Open the engine with its parameter space, as the last step of `initialize`, and register the engine with the
-        process."""
+        """Open the engine, as the last step of `initialize`: set its parameter space, and register it with the process.
+
+        space: all logical tensors of the model.
+        """
         self.adopt_space(space)
         self.is_open = True
         if self.world is not None:
@@ -106,8 +108,8 @@ class EngineParts(SavingEngine):
         self.begin_places()
 
     def close(self) -> None:
-        """End the engine with the script: notify the other members, and destroy process groups while all members still
-        respond."""
+        """End the engine at the end of the script: notify the other members, and destroy the process groups while all
+        members still respond."""
         with self.turn():
             if self.end_job():
                 PROCESS.membership.end_script(self)
@@ -116,7 +118,7 @@ class EngineParts(SavingEngine):
             td.destroy_process_group()
 
     def end_job(self) -> bool:
-        """Leave the world and return to the launch group. Returns False if this was already done."""
+        """Leave the world and return to the process group of the launch. Returns False if this was already done."""
         for extension in self.extensions:
             extension.on_end()
         if not self.is_open:
@@ -138,7 +140,8 @@ class EngineParts(SavingEngine):
         return True
 
     def leave_groups(self) -> None:
-        """Leave the world, and install the launch group unless another engine of the process is being made."""
+        """Leave the world. Install the process group of the launch, unless another engine of the process is being
+        made."""
         if not PROCESS.is_joining:
             self.launch.install()
         self.release_old_state()

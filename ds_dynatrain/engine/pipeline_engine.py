@@ -1,9 +1,10 @@
-"""Engine of a `PipelineModule`: each call trains a whole global batch, and the boundary is at its beginning.
+"""Engine of a `PipelineModule`: each call trains a whole global batch, and changes take effect at the beginning of a
+call.
 
-A user's own iterator yields what one member reads in one world: a number of micro-batches from one share of each global
-batch, starting at the member's position. Its samples cannot be assigned to other members. The iterator is therefore
-usable only as long as every member keeps its position in the pipelines, and every pipeline its share of a global batch.
-The ZeRO stage and the boundaries of stages may change.
+A user's own iterator yields the samples that one member reads in one world: a number of micro-batches from one share of
+each global batch, starting at the member's position. Its samples cannot be assigned to other members. The iterator is
+therefore usable only as long as every member keeps its position in the pipelines, and every pipeline its share of a
+global batch. The ZeRO stage and the boundaries of stages may change.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class PipelinePlaces:
-    """Positions of all members in the pipelines.
+    """Positions of all members in the pipelines of a world.
 
     members: the member at each rank.
     pipe: the number of stages.
-    data: the size of the data axis.
+    data: the size of the data axis, which is the number of pipelines.
     shares: the pipelines' shares of a global batch; None if the layout gives none.
     """
 
@@ -54,11 +55,11 @@ class PipelinePlaces:
 class PipelineFeed:
     """Source of samples for `train_batch`.
 
-    given: one pass of our loader, or DeepSpeed's `RepeatingLoader` over it, which reads pass after pass; or a user's
-        own iterator.
-    places: the positions in the pipelines for which a user's own iterator was given; None for our loader, which can be
-        read at any position. An iterator that is given again still belongs to the positions for which it was first
-        given.
+    given: one pass of a loader of this package, or DeepSpeed's `RepeatingLoader` over it, which reads pass after pass;
+        or a user's own iterator.
+    places: the positions in the pipelines for which a user's own iterator was given; None for a loader of this package,
+        which can be read at any position. An iterator that is given again still belongs to the positions for which it
+        was first given.
     """
 
     given: Any
@@ -69,10 +70,10 @@ class PipelineFeed:
         return self.given if isinstance(self.given, Pass) else cast("Pass", self.given.data_iter)
 
     def reach_boundary(self, boundary: Callable[[], None]) -> None:
-        """Reach the boundary before the next global batch. Our loader reaches it by itself; for a user's own iterator,
-        this calls `boundary`.
+        """Let pending changes take effect before the next global batch. A loader of this package does this by itself;
+        for a user's own iterator, call `boundary`.
 
-        Raises StopIteration on all members if the only pass is over.
+        Raises StopIteration on all members at the end of a single pass.
         """
         if self.places is not None:
             boundary()
@@ -101,7 +102,8 @@ class PipelineFeed:
         return cast("Iterator[Any]", self.given)
 
     def reads(self, given: object) -> bool:
-        """Return whether this source reads `given`, which may also be our loader inside a `RepeatingLoader`."""
+        """Return whether this source reads `given`, which may also be a loader of this package inside a
+        `RepeatingLoader`."""
         is_inside = self.places is None and isinstance(self.given, RepeatingLoader) and given is self.given.loader
         return given is self.given or is_inside
 
@@ -126,17 +128,18 @@ def feed_of(engine: EngineCore, given: Any) -> PipelineFeed:
 
 
 class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
-    """DeepSpeed's pipeline engine with stages, world and ZeRO stage that can change between `train_batch` calls."""
+    """DeepSpeed's pipeline engine whose stages, world and ZeRO stage can change between `train_batch` calls."""
 
     _feed: PipelineFeed | None = None
-    """Source of samples from which `train_batch()` continues."""
+    """The source of samples that the next `train_batch()` reads."""
     _read: tuple[PipelineFeed, int] | None = None
-    """The source of samples of the open global batch, and the step number of that batch; None before its boundary."""
+    """The source of samples of the global batch in progress, and the number of that batch's step; None before changes
+    for that batch have taken effect."""
 
     @in_turn
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train a global batch the way DeepSpeed does. A pending change takes effect first. An idle member waits in
-        this call.
+        """Train a global batch as DeepSpeed does. A pending change takes effect first. On an idle member the call waits
+        for work.
 
         data_iter: see `set_dataiterator`. By default the batch comes from the previous iterator, or from the first
             loader if no iterator was set.
@@ -160,22 +163,25 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return loss
 
     def _train_samples(self, samples: Iterator[Any]) -> torch.Tensor:
-        """Train a global batch that is read from `samples`, by DeepSpeed's `train_batch`."""
+        """Train a global batch with DeepSpeed's `train_batch`.
+
+        samples: the iterator from which to read the batch.
+        """
         super().set_dataiterator(samples)
         loss: torch.Tensor = super().train_batch()
         return loss
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Share the loss with all ranks, and then run DeepSpeed's step. In this order no death can lose the loss of a
-        step that was taken."""
+        """Share the loss with all ranks, and then run DeepSpeed's step. In this order, the loss of a step cannot be
+        lost by the death of a member after the step."""
         self._share_loss()
         super()._take_model_step(*arguments)
 
     def _train_again(self) -> torch.Tensor:
-        """Train the global batch again after the world was aborted and a new one formed.
+        """Train the global batch again after the world was aborted and a new one was formed; return its loss.
 
-        A function of `on_switch` may have set another source of samples before this call. At stage 0 another replica
-        may already have completed the step; the loss of that step is returned then.
+        A function of `on_switch` may have set another source of samples before this call. At ZeRO stage 0 another
+        replica may already have completed the step; the loss of that step is returned then.
         """
         if self._read is not None:
             feed, step = self._read
@@ -189,7 +195,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return self.train_batch()
 
     def _reach_boundary(self) -> Iterator[Any]:
-        """Reach a boundary, and return an iterator over the samples of the next global batch."""
+        """Let pending changes take effect, and return an iterator over the samples of the next global batch."""
         if self._feed is None:
             if not self._parts.train_loaders:
                 raise DataError("train_batch() without data: pass an iterator, or training_data to initialize")
@@ -205,16 +211,16 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
 
     @in_turn
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Read from `iter(loader)` from now on, like DeepSpeed's call."""
+        """Read from `iter(loader)` from now on; same as DeepSpeed's call."""
         self.set_dataiterator(iter(loader))
 
     def set_dataiterator(self, iterator: Any) -> None:
-        """Set what `train_batch()` reads from now on, like DeepSpeed's call. Call it on every process.
+        """Set the source that `train_batch()` reads from now on; same as DeepSpeed's call. Call it on every process.
 
-        iterator: an iterator over one of our loaders, `iter(loader)`, which ends with the epoch (StopIteration on all
-            members); or `RepeatingLoader(loader)`; or `loader` itself, which is read like the latter; or None for the
-            first loader. An iterator of your own can be read until a switch changes the position of a member in the
-            pipelines.
+        iterator: an iterator over a loader of this package, `iter(loader)`, which ends with the epoch (StopIteration on
+            all members); or `RepeatingLoader(loader)`; or `loader` itself, which is read like
+            `RepeatingLoader(loader)`; or None for the first loader. An iterator of your own can be read until a switch
+            changes the position of a member in the pipelines.
         """
         if iterator is None:
             self._feed = None
@@ -223,8 +229,9 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         super().set_dataiterator(iterator)
 
     def loader(self, dataset: Any, **arguments: Any) -> TrainLoader | EvaluationLoader:
-        """Return a loader; see `DynatrainEngine.loader`. Raises DataError for a short last global batch, which a
-        pipeline cannot run, and for a stream, which only its first and last stages would read."""
+        """Return a loader; see `DynatrainEngine.loader`. Raises DataError for a last global batch that would be smaller
+        than the others, which a pipeline cannot run, and for a stream, which only its first and last stages would
+        read."""
         made = super().loader(dataset, **arguments)
         if isinstance(made, EvaluationLoader):
             return made
@@ -245,7 +252,7 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return made
 
     def _training_loader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> TrainLoader:
-        """Return the loader of `training_data`, in the data set's own order, as DeepSpeed's pipeline engine reads it.
+        """Return the loader of `training_data`. It keeps the data set's own order, as DeepSpeed's pipeline engine does.
 
         Any other loader shuffles by default.
         """

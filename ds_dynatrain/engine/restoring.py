@@ -1,4 +1,4 @@
-"""Restoration after a loss of state: all engines get their state back from copies or a checkpoint, in new worlds."""
+"""Restoration after a loss of state: all engines get their state from copies or a checkpoint, in new worlds."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ NOTICE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class StateRecovery:
-    """A recovery of all engines after a loss of state, in the worlds of a new generation.
+    """Restoration of all engines of a process after a loss of state, in the worlds of a new generation.
 
     engines: the engines of this process.
     proposals: for each engine, the layout and members in which to restore it.
-    copies: for each engine, the copies that make up its whole state, all from the same boundary; () if there are none.
+    copies: for each engine, the set of copies from which to restore it, all taken at the same point in training; () to
+        restore from a checkpoint.
     boards: the key-value stores of the new generation.
     registry: the numbers of the new generation's members.
     """
@@ -48,11 +49,12 @@ class StateRecovery:
     elastic: Elastic
 
     def restore(self) -> bool:
-        """Restore all engines from copies or, if that is not possible, from the newest backup. All members of the
-        layout call it.
+        """Restore all engines from copies or, if that is not possible, from the newest backup checkpoint. All members
+        of the new layout call it.
 
         Returns whether the state is restored. If a failure or a death has prevented this, the engines hold no state,
-        and a later generation tries again. Raises CheckpointError if there are neither copies nor a whole checkpoint.
+        and a later generation tries again. Raises CheckpointError if there are neither copies nor a complete
+        checkpoint.
         """
         worlds, newest = dict[int, World](), self.boards.world
         try:
@@ -84,10 +86,12 @@ class StateRecovery:
         return True
 
     def _are_restored(self, worlds: Mapping[int, World]) -> bool:
-        """Restore all engines from copies, and return whether this succeeded.
+        """Restore all engines from copies; return whether this succeeded.
 
-        Returns False if it fails although no member has died, provided that there is a backup to try instead. Otherwise
-        a failure raises CheckpointError.
+        Returns False if it fails although no member has died, provided that there is a backup checkpoint to try
+        instead; without one, raises CheckpointError.
+
+        worlds: a map from each engine's number to its new world.
         """
         parts = list(zip(self.engines, self.proposals, self.copies, strict=True))
         try:
@@ -111,10 +115,10 @@ class StateRecovery:
         return True
 
     def serve(self) -> None:
-        """Send the copies that this member keeps to the restoring members. If this fails, only log it: those members
-        notice the failure, too.
+        """Send the copies that this member keeps to the members that restore the state. A failure is only logged,
+        because those members also notice it.
 
-        All worlds are built before anything is sent, as on the restoring members.
+        All worlds are built before anything is sent, as on those members.
         """
         mine, worlds = self.boards.of()[0].member, dict[int, World]()
         parts = [
@@ -143,7 +147,11 @@ class StateRecovery:
                 self.elastic.let_go(engine.job.number)
 
     def _world_of(self, place: int) -> World:
-        """Build and return an engine's next world. Its group for transfers includes the members that hold copies."""
+        """Build and return an engine's next world. Its process group for transfers includes the members that hold
+        copies.
+
+        place: the index of the engine in the process.
+        """
         engine, proposal, world = self.engines[place], self.proposals[place], self.boards.world
         holders = self.copies[place].members if self.copies else ()
         self.boards.adopt(engine, place, self.elastic.candidates(world, self.registry))
@@ -172,7 +180,7 @@ def _goal(proposal: Proposal, world: World) -> Goal:
 
 
 def let_go(engine: EngineParts) -> None:
-    """Make an engine drop its state, if it has any."""
+    """Make an engine idle: release its state, if it has any."""
     if not engine.idle:
         with engine.turn():
             engine.host.detach()

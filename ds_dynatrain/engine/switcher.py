@@ -1,8 +1,9 @@
-"""Switches of one engine on one member: requested, prepared, carried out at a boundary or given up, and reported.
+"""Switches of one engine on one member: requesting, preparing, carrying out, giving up and reporting them.
 
-A working member checks at every boundary whether a switch is due, and takes part in it. An idle member stays at the
-boundary, polling the board (the job's key-value store), until it works again or the job has ended. The number of a
-proposed switch counts as used whether or not the switch succeeds, so that no key on the board is ever used twice.
+A working member checks at every boundary (the point between two optimizer steps) whether a switch is due, and takes
+part in it. An idle member stays at the boundary, polling the board (the job's key-value store), until it works again or
+the job has ended. The number of a proposed switch counts as used whether or not the switch succeeds, so that no key on
+the board is ever used twice.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ Write = Callable[[EventWriter, SwitchEvent], None]
 
 @dataclass(frozen=True)
 class Reason:
-    """Reason for a switch request.
+    """Reason for a request to switch.
 
     cause: the name of the extension that makes the request; "" if the script makes it.
-    predicted_gain: the fraction of a step's time that the switch is expected to save, if this is its reason.
-    without: members that get no rank in the new layout.
+    predicted_gain: the fraction by which the step time is expected to fall, if this is the reason for the switch.
+    without: members that must get no rank in the new layout.
     """
 
     cause: str = ""
@@ -76,22 +77,22 @@ SCRIPT = Reason()
 
 @dataclass(eq=False)
 class SwitchingEngine(DiscardableEngine):
-    """An engine that switches; see the docstring of the module.
+    """An engine that can switch to another layout; see the docstring of the module.
 
     switch_listeners: the user's functions, called after each committed switch.
-    change_listeners: the user's functions, called after each change of this member's place.
+    change_listeners: the user's functions, called whenever this member's rank, the members or the layout have changed.
     """
 
     switch_listeners: list[OnSwitch] = field(default_factory=list)
     change_listeners: list[OnChange] = field(default_factory=list)
     _told: Place | None = None
-    """The place that was last reported. The current place is compared with it at the end of every boundary, and while
-    this member waits for work. No other code has to report a change."""
+    """Layout, members and rank that were last reported to the script. They are compared with the current ones after
+    every boundary, and while this member waits for work, so no other code has to report a change."""
     _formed: int = 0
     bytes_per_second: float = ASSUMED_BYTES_PER_SECOND
     _asked: tuple[tuple[str, int], int] = (("", 0), 0)
     _entered: Transaction | None = None
-    """A late switch whose masters and moments have not all arrived yet; None if there is none."""
+    """A late switch whose optimizer state is still in transit; None if there is none."""
     _answered: PendingSwitch | None = None
     _first_step_is_due: bool = False
     _has_warned: bool = False
@@ -111,8 +112,8 @@ class SwitchingEngine(DiscardableEngine):
         late: bool | None = None,
         reason: Reason = SCRIPT,
     ) -> PendingSwitch:
-        """Request a switch; see `DynatrainEngine.switch`. A request of the script replaces a pending request of an
-        extension."""
+        """Request a switch; see `DynatrainEngine.switch`. If an extension's switch is pending, a request of the script
+        replaces it."""
         late = self.settings.late if late is None else bool(late)
         if self.idle:
             raise SwitchRefused(
@@ -142,7 +143,7 @@ class SwitchingEngine(DiscardableEngine):
         return self.pending
 
     def _is_pending(self, layout: Layout | None, at: int | None, changes: Mapping[str, Any], late: bool) -> bool:
-        """Return whether this switch is already pending, for example because a loop requests it again within one
+        """Return whether the same switch is already pending, for example because a script requests it again within one
         optimizer step."""
         try:
             target = feasible.target_layout(self.layout, layout, changes)
@@ -152,8 +153,8 @@ class SwitchingEngine(DiscardableEngine):
         return pending is not None and (pending.layout.replace(order=None), pending.at, pending.late) == wanted
 
     def place_in_training(self) -> str:
-        """Return a key for a request that is unique to this point in training, and the same on all members that make
-        the request."""
+        """Return a key for a request of the script. It is unique to this point in training, and the same on all members
+        that make the request."""
         now = (self.segment, self.micro_steps)
         self._asked = (now, self._asked[1] + 1 if self._asked[0] == now else 1)
         return f"{now[0]}/{now[1]}/{self._asked[1]}"
@@ -161,9 +162,9 @@ class SwitchingEngine(DiscardableEngine):
     def estimate(
         self, layout: Layout | None, changes: Mapping[str, Any], without: tuple[int, ...] = ()
     ) -> SwitchEstimate:
-        """Estimate a switch; see `DynatrainEngine.plan`.
+        """Estimate what a switch would cost; see `DynatrainEngine.plan`.
 
-        without: members that get no rank in the new layout.
+        without: members that must get no rank in the new layout.
         """
         try:
             target = self.targets.checked(layout, changes)
@@ -196,9 +197,10 @@ class SwitchingEngine(DiscardableEngine):
         reason: Reason,
         gives_way: bool,
     ) -> tuple[Proposal, tuple[str, str] | None]:
-        """Return this member's proposal, and the reason and advice of its refusal if it refuses the switch.
+        """Return the switch that this member proposes, and its refusal (the reason and advice); None instead of a
+        refusal if the switch is possible.
 
-        gives_way: whether the pending switch is given up in favour of this one.
+        gives_way: whether the pending switch is given up in favor of this one.
         """
         refusal = None
         try:
@@ -244,11 +246,12 @@ class SwitchingEngine(DiscardableEngine):
     # ---- preparation ----------------------------------------------------------------------------------------------
 
     def rehearse(self, layout: Layout, rank: int, check: Callable[[], None] = nothing) -> Callable[[], None]:
-        """Build a layout's optimizer once, without communication and over memory that is never touched, and drop it.
+        """Build the optimizer for a rank of a layout once, over memory that is never touched and without communication,
+        and discard it.
 
-        This completes all imports and compilations that a first build needs. Called on idle members, whose random
-        streams stay unchanged. Returns a function that checks, at the vote on the switch, whether this member can take
-        part: `check` if the layout can be built, otherwise a function that raises the refusal.
+        This does all imports and compilations that the first build needs. Called on idle members; their random streams
+        stay unchanged. Returns a function that checks, at the vote on the switch, whether this member can take part:
+        `check` if the optimizer could be built, otherwise a function that raises the refusal.
         """
         before = streams.capture()
         try:
@@ -277,9 +280,9 @@ class SwitchingEngine(DiscardableEngine):
         check: Callable[[], None] = nothing,
         nodes: Mapping[int, str] | None = None,
     ) -> None:
-        """Prepare a proposed switch in the background.
+        """Start to prepare a proposed switch in the background.
 
-        boards: the boards on which the switch is negotiated; by default those of the current generation.
+        boards: the key-value stores in which the switch is negotiated; by default those of the current generation.
         check: raises SwitchRefused if this member cannot take part; called in the background.
         nodes: the node of each member; needed if some members are not in the current generation.
         """
@@ -313,7 +316,7 @@ class SwitchingEngine(DiscardableEngine):
         preparation.start()
 
     def _warn_of_hardware(self, proposal: Proposal) -> None:
-        """Warn once, on rank 0, if a switch uses parts that have not been tested on this kind of accelerator."""
+        """Warn once, on rank 0, if a switch uses features that have not been tested on this kind of accelerator."""
         source, target = proposal.source_layout, proposal.layout
         if self._has_warned or self.rank != 0 or not is_accelerated():
             return
@@ -337,13 +340,13 @@ class SwitchingEngine(DiscardableEngine):
             logger.warning(said)
 
     def tell_of_batch(self) -> None:
-        """Warn once, on rank 0, if the current layout cuts a global batch into micro-batches of one sample."""
+        """Warn once, on rank 0, if the current layout divides a global batch into micro-batches of one sample."""
         if not self._has_told_of_batch and self.rank == 0 and (notice := self.batch_for(self.layout).notice):
             self._has_told_of_batch = True
             logger.warning("%s", notice)
 
     def connect_ahead(self) -> None:
-        """Connect the members of the next world at a boundary before the switch. If this fails, give the switch up."""
+        """Connect the members of the next world some steps before the switch. If this fails, give the switch up."""
         preparation = self.preparation
         if preparation is None:
             return
@@ -355,7 +358,10 @@ class SwitchingEngine(DiscardableEngine):
     # ---- at a boundary -------------------------------------------------------------------------------------------
 
     def at_boundary(self, place: str) -> None:
-        """Take part in any switch that is due at this boundary. An idle member returns only once it works again."""
+        """Take part in any switch that is due now, between two steps. An idle member returns only once it works again.
+
+        place: the loader or call at which the script has arrived.
+        """
         self.has_stood = True
         self.release_old_state(unless_needed=True)
         self.control.raise_if_lost()
@@ -365,14 +371,14 @@ class SwitchingEngine(DiscardableEngine):
         self.tell_of_change()
 
     def begin_places(self) -> None:
-        """Record the first place of this member. Called once the engine is made, so that the script can read its
-        place."""
+        """Record this member's first layout and rank as already reported. Called once the engine is made, when the
+        script can read them itself."""
         self._told, self._formed = self._present(), PROCESS.membership.formed[0]
 
     def tell_of_change(self) -> None:
-        """Report a change to the listeners, if there is one.
+        """Call the user's listeners if this member's rank, the members or the layout have changed.
 
-        Does nothing while a new world is being formed, because the place is not final yet.
+        Does nothing while a new world is being formed, because these values are not final yet.
         """
         if self._told is None or PROCESS.membership.is_aborted:
             return
@@ -393,8 +399,8 @@ class SwitchingEngine(DiscardableEngine):
         return Place(self.layout, self.members, self.rank, 0 if self.idle else self.generation)
 
     def note_step(self) -> None:
-        """Warn if something waits for a boundary that the training loop does not reach. Called after an optimizer
-        step."""
+        """Warn if a change waits for a boundary (a call at which it could take effect) and the script does not reach
+        one. Called after an optimizer step."""
         for waiting in self._steps.past_boundary(self._waiting()):
             logger.warning(
                 "%s, and there was no boundary in %d optimizer steps: %s",
@@ -402,8 +408,8 @@ class SwitchingEngine(DiscardableEngine):
             )
 
     def _waiting(self) -> Iterator[str]:
-        """Yield a description of each thing that waits for a boundary. Rank 0 alone reports what waits on all
-        members."""
+        """Yield a description of each change that waits for a boundary. Changes that concern all members are reported
+        by rank 0 only."""
         pending = self.pending
         for extension in self.job.extensions:
             yield from extension.waiting(self._steps.count)
@@ -413,7 +419,8 @@ class SwitchingEngine(DiscardableEngine):
             yield f"a change of members waits ({change})"
 
     def pass_time(self, seconds: float) -> None:
-        """While this member waits for work, call the user's `on_idle`, or sleep for `seconds` if there is none."""
+        """Call the user's `on_idle`, or sleep for `seconds` if there is none. Called repeatedly while this member waits
+        for work."""
         if self.job.on_idle is None:
             time.sleep(seconds)
         else:
@@ -422,9 +429,11 @@ class SwitchingEngine(DiscardableEngine):
     # ---- a late switch, in two votes ------------------------------------------------------------------------------
 
     def enter_late(self, preparation: Preparation, place: str) -> None:
-        """Carry out the pause of a late switch, after which masters and moments move.
+        """Carry out the pause of a late switch. Optimizer state moves after the pause, while training continues.
 
         A member that does not train in the new world completes the whole switch in this call.
+
+        place: the loader or call at which the script has arrived.
         """
         transaction = self._entered = Transaction(self, preparation, place)
         self.late_worlds = transaction.worlds
@@ -442,9 +451,11 @@ class SwitchingEngine(DiscardableEngine):
         transaction.outcome.pause_ms = 1e3 * (time.perf_counter() - transaction.begin)
 
     def settle_late(self) -> bool:
-        """Complete a late switch before an optimizer step, and return whether the step may be taken.
+        """Complete a late switch (optimizer state may still be in transit) before an optimizer step; return whether the
+        step may be taken.
 
-        If masters or moments did not arrive, the step may not be taken, and the global batch is discarded.
+        If some optimizer state has not arrived, the switch is rolled back, the step must not be taken, and the global
+        batch is discarded.
         """
         transaction, self._entered = self._entered, None
         if transaction is None:
@@ -463,11 +474,11 @@ class SwitchingEngine(DiscardableEngine):
 
     @property
     def entered_at(self) -> str:
-        """Name of the boundary at which the current late switch was entered; "" if no late switch is under way."""
+        """Name of the loader or call at which the current late switch began; "" if no late switch is in progress."""
         return "" if self._entered is None else self._entered.place
 
     def give_up_late(self, reason: str) -> None:
-        """Undo a late switch whose outcome is not recorded yet, and go back to the previous world."""
+        """Undo a late switch whose outcome is not decided yet, and return to the previous world."""
         if self._entered is not None:
             self._entered.give_up(reason)
             self.settle_late()
@@ -505,8 +516,11 @@ class SwitchingEngine(DiscardableEngine):
     def _event(
         self, preparation: Preparation, measured: Outcome, was: tuple[Layout, tuple[int, ...]], pause_ms: float
     ) -> SwitchEvent:
-        """Return the event of a switch as this member reports it. Numbers of bytes are sums over all members; phases
-        are those of this member."""
+        """Return the event that describes a switch. Numbers of bytes are sums over all members; durations of phases are
+        those of this member.
+
+        was: layout and members before the switch.
+        """
         proposal = preparation.proposal
         found: dict[str, Any] = measured.over_all or {**measured.measured(), **dict.fromkeys(SUMS, 0)}
         unknown: dict[str, Any] = {name: None for name, value in found.items() if value == UNKNOWN}
@@ -532,7 +546,8 @@ class SwitchingEngine(DiscardableEngine):
         )
 
     def _note(self, event: SwitchEvent, write: Write | None = EventWriter.write) -> None:
-        """Keep the event of a switch that has ended, also in the `PendingSwitch` that the user holds, and report it."""
+        """Record that a switch has ended with this event, also in the `PendingSwitch` that the user holds, and report
+        it."""
         self.last_switch = event
         if self.pending is not None:
             self.pending.event = event
@@ -540,9 +555,10 @@ class SwitchingEngine(DiscardableEngine):
         self._tell(event, log_event, write)
 
     def _tell(self, event: SwitchEvent, log: Callable[[SwitchEvent], None], write: Write | None) -> None:
-        """Report an event to the log and the report file. Takes effect only on rank 0.
+        """Report an event in the log and the report file. Does nothing except on rank 0.
 
-        write: None to write no line.
+        log: writes the event to the log.
+        write: writes a line to the report file; None to write no line.
         """
         if self.rank != 0:
             return
@@ -552,12 +568,12 @@ class SwitchingEngine(DiscardableEngine):
             write(EventWriter(Path(path)), event)
 
     def give_up(self, reason: str) -> None:
-        """Give up the switch that is being prepared, because it cannot take place any more."""
+        """Give up the switch that is being prepared, because it can no longer take place."""
         if self.preparation is not None:
             self._drop(self.preparation, reason, "rolled_back", write=None)
 
     def cancel(self) -> None:
-        """Report a switch as cancelled if the job ends before a boundary at which the switch could begin."""
+        """Report the pending switch as cancelled, because the job ends before the switch could begin."""
         preparation = self.preparation
         if preparation is None:
             return
@@ -567,16 +583,21 @@ class SwitchingEngine(DiscardableEngine):
         self._drop(preparation, "the job ended before a boundary came for it", "cancelled", EventWriter.write)
 
     def _drop(self, preparation: Preparation, reason: str, how: HowItEnded, write: Write | None) -> None:
-        """Give up a preparation, and report this with a pause of 0."""
+        """Give up a preparation, and report a switch that has ended without a pause.
+
+        how: how the switch has ended, such as "cancelled".
+        write: writes a line to the report file; None to write no line.
+        """
         self.close_preparation()
         event = self._event(preparation, Outcome(reason=reason), (self.layout, self.members), 0.0)
         self._note(replace(event, outcome=how), write)
 
     def note_first_step(self) -> None:
-        """Add the recompilation time to the last switch's event. Called after the first optimizer step since the
-        switch.
+        """Add the time spent on recompilation to the last switch's event. Called after the first optimizer step since
+        the switch.
 
-        The new event replaces `last_switch` and the event of the pending switch; the report file gets a further line.
+        The new event replaces `last_switch` and the event of the pending switch; another line is written to the report
+        file.
         """
         if not self._first_step_is_due:
             return
@@ -590,12 +611,12 @@ class SwitchingEngine(DiscardableEngine):
         self._tell(self.last_switch, log_recompile, EventWriter.write_recompile)
 
     def note_gain(self, event: SwitchEvent, gain: float, slowdown_removed: float | None) -> None:
-        """Report the gain of a switch, as a fraction of a step's time, once it has been measured in a later window of
-        `balance`.
+        """Report by which fraction a switch has reduced the step time. Called by the balancer once it has measured
+        this.
 
         slowdown_removed: see `SwitchEvent`.
 
-        If `last_switch` is that switch, it gets the new event; the report file gets a further line.
+        If `last_switch` is that switch, it gets the new event; another line is written to the report file.
         """
         last = self.last_switch
         if last is not None and last.generation == event.generation:

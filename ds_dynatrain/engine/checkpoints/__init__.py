@@ -1,4 +1,5 @@
-"""Universal checkpoints of an engine: what is saved and how it is loaded. The files are in `ds_dynatrain.checkpoint`.
+"""Universal checkpoints of an engine: how its state is saved and loaded. The format of the files is in
+`ds_dynatrain.checkpoint`.
 
 | file | role |
 |---|---|

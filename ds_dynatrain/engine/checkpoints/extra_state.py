@@ -2,7 +2,7 @@
 
 Part of the extra state is shared by all ranks. The other part belongs to single ranks: random streams, and the *rest*
 (per-rank extra state), which may contain tensors such as buffers of modules. A rank continues with the state of its
-position in the saved layout. A new position gets the random streams that a switch would give it, and the rest of rank
+position in the saved layout. A new position gets the random streams that it would get in a switch, and the rest of rank
 0; buffers of layers that are new to the position come from the pipeline stages that had them. The types of all values
 read are checked before the values are used.
 """
@@ -39,8 +39,8 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _Shared(BaseModel):
-    """Known parts of the shared extra state, each of which may be absent. Which other parts there are depends on the
-    saved training."""
+    """Known parts of the extra state that is equal on all ranks. Each part may be absent, depending on how the saved
+    job was configured."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     groups: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ class _Shared(BaseModel):
 
 
 class _Attributes(BaseModel):
-    """Attributes of a module; see `adapters.model.module_state`."""
+    """Attributes of a module that are part of its state; see `adapters.model.module_state`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: str = Field(alias="class")
@@ -60,7 +60,7 @@ class _Attributes(BaseModel):
 
 
 class _Rest(BaseModel):
-    """Known parts of the extra state of one rank."""
+    """Known parts of the extra state that belongs to one rank."""
 
     model_config = ConfigDict(strict=True, extra="allow", arbitrary_types_allowed=True)
     buffers: dict[str, torch.Tensor]
@@ -75,7 +75,8 @@ class _Rest(BaseModel):
 
 
 def shared_of(saved: Saved) -> dict[str, Any]:
-    """Return the shared extra state. Raises CheckpointDamaged if its values cannot come from a real training run."""
+    """Return a checkpoint's extra state that is equal on all ranks. Raises CheckpointDamaged if its values cannot come
+    from a real training run."""
     tensors = saved.record.logical_tensors()
     try:
         found: dict[str, Any] = decode(saved.record.carry, [])
@@ -101,7 +102,9 @@ def shared_of(saved: Saved) -> dict[str, Any]:
 
 
 def packed(rank: int, rest: Mapping[str, Any]) -> tuple[Any, list[Share]]:
-    """Return a rank's own extra state as plain JSON, and its tensors as shares to write.
+    """Convert the extra state of one rank: return it as plain JSON, and its tensors as values to write.
+
+    rest: the extra state.
 
     Raises ConfigError if the state cannot be saved.
     """
@@ -117,8 +120,8 @@ def _share(rank: int, number: int, tensor: torch.Tensor) -> Share:
 
 
 def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
-    """Return the random streams that a rank of a layout takes over from a checkpoint, the same as after a switch from
-    the saved layout."""
+    """Return the random streams for a rank of a layout, taken from a checkpoint. They are the same as after a switch
+    from the saved layout."""
 
     def found(origin: int) -> streams.Streams:
         held = saved.of_rank(origin).get("streams")
@@ -131,7 +134,10 @@ def streams_for(saved: Saved, layout: Layout, rank: int) -> streams.Streams:
 
 
 def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[str, Any]:
-    """Return the extra state that a rank of a layout takes over from a checkpoint."""
+    """Return the extra state for a rank of a layout, taken from a checkpoint.
+
+    reader: reads the tensors of the extra state.
+    """
     rests, world = saved.record.rests, saved.record.world
     return merged_rest(
         [_unpacked(saved, reader, rests[each]) for each in rest_ranks(world, layout, rank)], world, layout
@@ -139,20 +145,20 @@ def rest_for(saved: Saved, reader: Reader, layout: Layout, rank: int) -> dict[st
 
 
 def rest_ranks(source: Layout, layout: Layout, rank: int) -> list[int]:
-    """Return the ranks of the saved layout from whose extra state a rank of another layout takes its own.
+    """Return the ranks of a saved layout from whose extra state a rank of another layout takes its own.
 
-    These are the rank at the same position, or rank 0, followed by one rank of each pipeline stage.
+    These are the rank at the same position (or rank 0), followed by one rank of each pipeline stage.
     """
     stages = [source.rank(pipe=stage) for stage in range(source.pipe if source.pipe > 1 else 0)]
     return [streams.origin(source, layout, rank) or 0, *stages]
 
 
 def merged_rest(rests: Sequence[dict[str, Any]], source: Layout, layout: Layout) -> dict[str, Any]:
-    """Return the first of several ranks' extra states, completed with the state of modules that only the other ranks
-    have.
+    """Merge the extra states of several ranks: take the first one, and add the state of modules that only the other
+    ranks have.
 
     source: the layout from which all of these states come.
-    layout: the layout of the rank that takes over the result.
+    layout: the layout of the rank that gets the result.
     """
     resized = (source.expert, source.tensor) != (layout.expert, layout.tensor)
     return {**rests[0], **merged(rests), "resized": resized}
@@ -174,8 +180,11 @@ def _unpacked(saved: Saved, reader: Reader, rank: int) -> dict[str, Any]:
 
 
 def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return one tensor of a rank's extra state. Check its type and size against `dtype` and `shape`, and its digest
-    against the stored one."""
+    """Read one tensor of a rank's extra state from a checkpoint. Raise an error if its dtype or size differs from the
+    expected one, or if its digest differs from the stored one.
+
+    number: the index of the tensor in the rank's extra state.
+    """
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     rows = reader.manifest.rows[f"{rank}/{number}", REST]
@@ -191,9 +200,9 @@ def _tensor(reader: Reader, rank: int, number: int, dtype: torch.dtype, shape: t
 
 
 def convert_foreign(foreign: Foreign, folder: Path, progress: Progress = silent) -> Path:
-    """Write another tool's checkpoint into a folder of checkpoints in our format, and return the new checkpoint's path.
+    """Convert another tool's checkpoint into one in our format, written into a folder of checkpoints; return its path.
 
-    Raises the errors of `take`, and CheckpointError for extra state that our format cannot hold.
+    Raises the errors of `take`, and CheckpointError for extra state that our format cannot represent.
     """
     buffers = {name: value_of(foreign.path, stored) for name, stored in foreign.buffers.items()}
     try:

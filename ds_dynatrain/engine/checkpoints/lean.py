@@ -1,12 +1,13 @@
-"""A switch through a checkpoint, for when memory can hold only one side of a switch at a time ("safety": "lean").
+"""A switch through a checkpoint, for jobs whose memory cannot hold the old and the new state at once ("safety":
+"lean").
 
 There are two votes. Before the first vote the working members save a checkpoint, the way `engine.save` does, and read
-it back to check it. Until all agree, any failure leaves everything unchanged. After the first vote the source's state
-is freed before anything of the target is allocated. Before the second vote the members of the target restore from the
-checkpoint in the new world, by the same `Restoration` and with the same proofs as `engine.load`. The decision of the
-second vote is the record of the switch. If it is not to commit, the swap is undone: the members of the source restore
-from the checkpoint in the old world, whose groups are kept until this point. The memory held at once is therefore at
-most max(source, target) plus the staging memory for reads and writes.
+it back to check it. Until all agree, any failure leaves everything unchanged. After the first vote the old state is
+freed before memory for the new one is allocated. Before the second vote the members of the new world restore the state
+from the checkpoint, by the same `Restoration` and with the same proofs as `engine.load`. The second vote decides
+whether the switch is committed. If it is not, the swap is undone: the members of the old world restore the state from
+the checkpoint in that world, whose groups are kept until this point. The memory held at once is therefore at most
+max(source, target) plus the staging memory for reads and writes.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from ds_dynatrain.space import Layout
 
 
 class LeanTransaction(Transaction):
-    """One lean switch on one member. Every member of either world calls `vote` at a boundary, and `conclude` after
-    that."""
+    """One switch through a checkpoint on one member. Every member of the old or new world calls `vote` between two
+    steps, and then `conclude`."""
 
     def __init__(self, engine: EngineCore, preparation: Preparation, place: str, saver: Saver) -> None:
         super().__init__(engine, preparation, place)
@@ -43,7 +44,7 @@ class LeanTransaction(Transaction):
         self.session = self._session(self.key, is_patient=True)
 
     def vote(self, work: Callable[[], dict[str, Any]] | None = None) -> VoteResult:
-        """Save a checkpoint, vote, and return the decision of all members on whether to continue from the checkpoint.
+        """Save a checkpoint and vote; return the decision of all members on whether to continue from the checkpoint.
 
         Raises OutcomeUnknown if this member cannot read whether the others have freed their state.
         """
@@ -61,9 +62,9 @@ class LeanTransaction(Transaction):
         """Carry out the decision, which is the same on every member: continue from the checkpoint, or stay in the old
         world.
 
-        Raises CheckpointError on all members if neither side could be restored. In this case the engine holds no state;
-        the checkpoint that the error names has it. Raises OutcomeUnknown if this member cannot read whether the others
-        have restored.
+        Raises CheckpointError on all members if the state could be restored neither in the new world nor in the old
+        one. In this case the engine holds no state; the error names the checkpoint that has it. Raises OutcomeUnknown
+        if this member cannot read whether the others have restored the state.
         """
         outcome = self.outcome
         if not decision.commit:
@@ -87,8 +88,8 @@ class LeanTransaction(Transaction):
                 self.preparation.abandon()
 
     def _save(self) -> dict[str, Any]:
-        """Save a checkpoint and check it. Returns its path as a report, which is empty on members without state in the
-        old layout."""
+        """Save a checkpoint and check it. Returns its path as a report, or {} on members without state in the old
+        layout."""
         engine, rank, found = self.engine, self.source_rank, dict[str, Any]()
         backups = backups_of(engine.job.extensions)
         with self.outcome.phase("meet"):
@@ -105,7 +106,7 @@ class LeanTransaction(Transaction):
         return found
 
     def _read_back(self, path: str, rank: int) -> None:
-        """Check this member's share of the checkpoint before any member frees its state.
+        """Read this member's share of the checkpoint back and check it, before any member frees its state.
 
         Raises CheckpointError if the share differs from what was written.
         """
@@ -120,7 +121,7 @@ class LeanTransaction(Transaction):
             )
 
     def _free(self, path: Path) -> None:
-        """Free the state of the source. After this call only the checkpoint has the state."""
+        """Free the old state. From now on only the checkpoint has the state."""
         proposal, world = self.proposal, self.old_world
         if world is None:
             self.swap.on_undo(self.engine.launch.install)
@@ -130,8 +131,8 @@ class LeanTransaction(Transaction):
             let_go(self.engine)
 
     def _restore(self, path: Path) -> dict[str, Any]:
-        """Restore the state in the new world. Returns the digest and the state kinds as a report, which is empty on
-        members without a rank in the new layout."""
+        """Restore the state in the new world. Returns its digest and state kinds as a report, or {} on members without
+        a rank in the new layout."""
         engine, proposal, world = self.engine, self.proposal, self.preparation.world
         if self.target_rank is None or world is None:
             return {}
@@ -141,12 +142,15 @@ class LeanTransaction(Transaction):
         return {"digest": found.digest, "kinds": list(found.kinds)}
 
     def _goal(self, step: str, layout: Layout, members: tuple[int, ...], world: World) -> Goal:
-        """Return the goal of a restoration that is one step of this switch and does not begin training anew."""
+        """Return the layout, world and keys for a restoration that is one step of this switch.
+
+        step: a name for the step.
+        """
         key = f"{self.key}/{step}"
         return Goal(layout, members, world, key, f"{key}/record", begins_anew=False)
 
     def _commit(self) -> None:
-        """Complete the switch, and release the old world once all members have read the record."""
+        """Complete the switch. The old world is released once all members have read the decision."""
         engine, world = self.engine, self.preparation.world
         self.swap.keep()
         works = self.target_rank is not None
@@ -161,7 +165,7 @@ class LeanTransaction(Transaction):
 
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Join the reports of two members: return one that is not empty. All non-empty reports are equal."""
+    """Combine the reports of two members: return one that is not empty. All non-empty reports are equal."""
     return one or other
 
 

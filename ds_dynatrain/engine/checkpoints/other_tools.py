@@ -1,7 +1,7 @@
 """Checkpoints of other tools as sources of state: those converted to our format, and DeepSpeed's own in any layout.
 
-They hold less than our checkpoints. Random streams, the positions of loaders and the user's objects stay unchanged, as
-with DeepSpeed's own load.
+They hold less than our checkpoints. As with DeepSpeed's own load, random streams, the positions of loaders and the
+user's objects stay unchanged.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ tensors."""
 
 
 class Converted(Universal):
-    """A checkpoint in our format that was converted from another tool's.
+    """A checkpoint of another tool that was converted to our format.
 
-    Its tensors must match this training's by name and shape. Optimizer groups and the choice of frozen tensors stay as
-    they are in this training, and each group takes the hyper-parameters that its tensors have in the checkpoint. If the
-    checkpoint has only weights, the optimizer starts from its initial state.
+    Its tensors must match those of this model by name and shape. Optimizer groups and the choice of frozen tensors stay
+    as they are in this training run, and each group takes the hyper-parameters that its tensors have in the checkpoint.
+    If the checkpoint has only weights, the optimizer starts from its initial state.
 
     there: a map from a tensor's name in the checkpoint to (number, tensor) in the checkpoint.
     parameters: a map from each name of a parameter of this model to the parameter.
@@ -109,8 +109,8 @@ class Converted(Universal):
             raise CheckpointError(f"{'; '.join(wrong[:3])}{more}; build the model of the job that saved it")
 
     def _is_copy(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint repeats a tied parameter, which the checkpoint has under another
-        name as well."""
+        """Return whether a tensor of the checkpoint is a repetition of a tied parameter, which the checkpoint also has
+        under another name."""
         kind = MASTER if (name, MASTER) in self.saved.manifest.rows else WEIGHT
         return name in self.parameters and any(
             self.parameters.get(other) is self.parameters[name]
@@ -123,7 +123,7 @@ class Converted(Universal):
         return manifest.digest(name, kind) if (name, kind) in manifest.rows else None
 
     def _shared(self) -> dict[str, Any]:
-        """Return the current shared extra state, updated from the checkpoint."""
+        """Return the extra state that is equal on all ranks: the current one, updated from the checkpoint."""
         said = self.carry
         if "groups" in said:
             said = {**said, "groups": self._groups(said["groups"])}
@@ -135,12 +135,12 @@ class Converted(Universal):
         return updated(self.present, {**said, "scalars": kept_scalars(self, there)})
 
     def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return, for each optimizer group of this training, the hyper-parameters that its tensors have in the
-        checkpoint.
+        """Return the hyper-parameters of each optimizer group of this training run: those that the group's tensors have
+        in the checkpoint.
 
         groups: the hyper-parameters of the checkpoint's groups.
 
-        Raises CheckpointError if tensors of one group here have different hyper-parameters in the checkpoint.
+        Raises CheckpointError if the tensors of one group have different hyper-parameters in the checkpoint.
         """
         found: list[dict[str, Any]] = [{} for _ in self.present["groups"]]
         first: dict[int, str] = {}
@@ -166,7 +166,7 @@ class Converted(Universal):
         return found
 
     def _buffer(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Return the value of a module's buffer, which the other tool has stored among the tensors."""
+        """Return the value of a module's buffer. Other tools store buffers among the tensors."""
         tensor = self.there[name][1]
         held = self.saved.manifest.rows
         rows = held.get((name, MASTER)) or held.get((name, WEIGHT), ())
@@ -186,7 +186,7 @@ class Converted(Universal):
 
 
 class Stock(FromCheckpoint):
-    """A checkpoint that DeepSpeed itself saved.
+    """A checkpoint that DeepSpeed itself has saved.
 
     space: the parameter space in the layout in which the checkpoint was saved.
     """
@@ -204,7 +204,8 @@ class Stock(FromCheckpoint):
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """The client state: the user's own entries of the saved model states, with small tensors as plain values."""
+        """The dictionary that the user has passed to `save_checkpoint`, as far as it can be read. Small tensors are
+        converted to plain values."""
         said = {key: value for key, value in self.folder.model(0).items() if key not in NO_CLIENT_STATE}
         found: dict[str, Any] = with_values(self.path, said)
         return found
@@ -251,9 +252,10 @@ class Stock(FromCheckpoint):
 def opened(
     engine: EngineCore, goal: Goal, path: Path, present: dict[str, Any] | None, part: CheckpointPart
 ) -> Iterator[FromCheckpoint]:
-    """Context manager that opens the checkpoint in a folder, and names the folder in errors; see `FromCheckpoint`.
+    """Context manager that opens the checkpoint in a folder. Errors name the folder; see `FromCheckpoint`.
 
-    present: the current shared extra state, which another tool's checkpoint updates; None if there is none.
+    present: the current extra state that is equal on all ranks, which another tool's checkpoint updates; None if there
+        is none.
 
     Raises CheckpointError for a folder without a checkpoint, and for another tool's checkpoint if `present` is None.
     """
@@ -282,7 +284,7 @@ def _source(
 
 
 def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
-    """Raise CheckpointError if DeepSpeed saved the checkpoint with another global batch size than this job has.
+    """Raise CheckpointError if a checkpoint of DeepSpeed's was saved with another global batch size than this job has.
 
     DeepSpeed's own load does not notice the difference if the batch size is derived from the micro-batch and the number
     of ranks.
@@ -296,7 +298,8 @@ def check_batch(engine: EngineCore, held: ZeroFolder) -> None:
 
 
 def updated(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the whole shared extra state: `present`, updated with what another tool's checkpoint holds.
+    """Return the extra state that is equal on all ranks: `present`, updated with the values in another tool's
+    checkpoint.
 
     said: the extra state of the checkpoint, with the keys of `checkpoint.others.foreign`. Groups and scalars are
         numbered as in this job.
@@ -317,10 +320,10 @@ def updated(present: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, An
 
 
 def kept_scalars(source: FromCheckpoint, there: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[str, float]]:
-    """Return the scalars that the current optimizer keeps, as maps from the scalar's name and the tensor's number to
-    the value.
+    """Return those scalars of a checkpoint (such as step counts) that the current optimizer keeps: for each name of a
+    scalar, a map from tensor number to value.
 
-    there: the scalars in the source, in the same form.
+    there: the scalars in the checkpoint, in the same form.
 
     Raises CheckpointError if a tensor with moments lacks a scalar.
     """

@@ -1,8 +1,8 @@
-"""Restoration from a checkpoint into running processes: `engine.load`, and `restore` for members whose state is gone.
+"""Restoration from a checkpoint into running processes: `engine.load`, and `restore` for members whose state is lost.
 
 Both are one transaction (see `restoration`), like a switch whose source is the checkpoint. Each member fills new
 buffers with its own byte ranges. Digests over all members must equal those of the checkpoint before anything in the
-engine is changed. Then the optimizer is rebuilt over the new buffers, the extra state is taken over, and the outcome is
+engine is changed. Then the optimizer is rebuilt over the new buffers, the extra state is loaded, and the outcome is
 recorded once. `engine.load` keeps the old state until the outcome is recorded and goes back to it on failure; `restore`
 has no state to go back to.
 """
@@ -37,8 +37,7 @@ from ds_dynatrain.space import Layout
 
 
 def load(engine: EngineCore, where: Path, tag: str | None, place: str, is_open: str, part: CheckpointPart) -> Restored:
-    """Load a checkpoint; see `DynatrainEngine.load`. The load uses the engine's newest generation number, as a switch
-    does.
+    """Load a checkpoint; see `DynatrainEngine.load`. A load uses up a generation number, as a switch does.
 
     place: a name for this call, unique in the job's key-value store.
     is_open: a description of what prevents the load on this member; "" if nothing does.
@@ -59,7 +58,8 @@ def load(engine: EngineCore, where: Path, tag: str | None, place: str, is_open: 
 def restore_all(
     engines: Sequence[EngineCore], proposals: Sequence[Proposal], worlds: Mapping[int, World]
 ) -> list[Restored]:
-    """Restore all engines of a process from the newest tag that all of their backups have; see `restore`.
+    """Restore all engines of a process from their backup checkpoints with the newest tag that all of them have; see
+    `restore`.
 
     worlds: a map from each engine's number to its new world.
 
@@ -128,7 +128,7 @@ def restored(
     old: Before | None = None,
     part: CheckpointPart = ALL,
 ) -> Restored:
-    """Restore everything from one given checkpoint, and return what was restored.
+    """Restore everything from a given checkpoint, and return a description of the checkpoint.
 
     old: the state to go back to on failure; None if members have already released theirs.
 
@@ -143,8 +143,8 @@ def restored(
 
 
 def _named(where: Path, tag: str | None) -> Path:
-    """Return the path of the checkpoint with this tag or, without a tag, of the latest one. It may be in our format or
-    DeepSpeed's.
+    """Return the path of the checkpoint with a tag or, without a tag, of the latest one. The checkpoint may be in our
+    format or in DeepSpeed's.
 
     Raises CheckpointError if there is none.
     """
@@ -162,7 +162,7 @@ def _newest(where: Path, left_out: list[str], is_wanted: Callable[[str], bool]) 
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a folder contains a whole checkpoint."""
+    """Return whether a folder contains a complete checkpoint."""
     try:
         Saved.open(path)
     except CheckpointError:
@@ -171,7 +171,8 @@ def is_there(path: Path) -> bool:
 
 
 def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:
-    """Return the checkpoint that rank 0 finds. Raises CheckpointError on all members if rank 0 finds none."""
+    """Find a checkpoint on rank 0, and return its path on all members. Raises CheckpointError on all members if rank 0
+    finds none."""
     session = goal.session(engine.control)
     try:
         return Path(session.first("chosen", lambda: str(find()), "choosing a checkpoint"))
@@ -187,11 +188,11 @@ Load = Callable[[Path, str, CheckpointPart], Restored]
 
 
 def first_state(engine: EngineCore, load: Load) -> Restored | None:
-    """Load the first state on all working members of a starting job. Returns None if there is nothing to load.
+    """Load the first state of a starting job on all working members. Returns None if there is nothing to load.
 
-    If all members that held the state are gone and the job is started again, it continues from its own newest backup,
-    or from the checkpoint in `dynatrain.resume`. If there is neither, the script starts from the beginning, as under
-    stock torchrun.
+    If a job is started again because all members that held the state are gone, it continues from its own newest backup
+    checkpoint, or from the checkpoint in `dynatrain.resume`. If there is neither, the script starts from the beginning,
+    as under stock torchrun.
 
     Raises CheckpointError on all members if a checkpoint exists but cannot be loaded, so that a job does not start from
     the beginning by mistake.
@@ -220,9 +221,9 @@ def first_state(engine: EngineCore, load: Load) -> Restored | None:
 
 
 def _newest_backup(engine: EngineCore, backups: Backups, load: Load) -> Restored | None:
-    """Load the newest whole backup, which rank 0 chooses. Returns None if there is none.
+    """Load the newest complete backup checkpoint, which rank 0 chooses. Returns None if there is none.
 
-    The first engine of a process chooses the tag; the other engines load the same tag.
+    If a process has several engines, the first one chooses the tag, and the others load the same tag.
     """
     first, path, doing = PROCESS.engines[0], backups.path.absolute(), f"looking for a {backups.what}"
     session = Session(engine.control, "backups", engine.members, doing, is_patient=True)
@@ -237,7 +238,8 @@ def _newest_backup(engine: EngineCore, backups: Backups, load: Load) -> Restored
 
 
 def _tag(path: Path, wanted: str | None) -> str:
-    """Return the tag of the checkpoint to load: `wanted`, or the latest one in the folder; "" if there is none."""
+    """Return the tag of the checkpoint to load: `wanted` if it is given, or else the latest one in the folder; "" if
+    there is none."""
     if wanted is not None or not (path / folder.LATEST).exists():
         return wanted or ""
     try:

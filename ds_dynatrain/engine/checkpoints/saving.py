@@ -1,9 +1,9 @@
-"""`engine.save`: all working members together write one checkpoint at a boundary; if one of them fails, no checkpoint
-remains.
+"""Implementation of `engine.save`: all working members write one checkpoint together. If one of them fails, no
+checkpoint remains.
 
 Rank 0 creates a hidden folder and announces it. Each member writes its share and reports. Rank 0 writes the manifest
 and the record, renames the folder, and announces its final name. The state in the engine is not changed, so training
-can continue even if the save fails. During a background save, a step waits only for a copy into host memory, and a
+can continue even if the save fails. During a background save, training waits only for a copy into host memory, and a
 thread does the writing.
 """
 
@@ -48,9 +48,9 @@ SAVING = "saving"
 
 
 def ask(session: Session, engine: EngineCore, path: Path, tag: str | None, in_the_way: str) -> None:
-    """Agree with all members to save or load a checkpoint; `session.what` says which.
+    """Agree with all members to save or load a checkpoint (`session.what` says which).
 
-    in_the_way: a reason to refuse that this member already knows, or "".
+    in_the_way: the reason why this member cannot take part now; "" if it can.
 
     Raises CheckpointError on all members if one of them refuses, makes a different request, or makes none.
     """
@@ -72,7 +72,7 @@ def ask(session: Session, engine: EngineCore, path: Path, tag: str | None, in_th
 
 
 class PendingSave:
-    """A save in the background.
+    """A save of a checkpoint that runs in the background.
 
     step: the number of optimizer steps done when the state was copied.
     """
@@ -83,16 +83,20 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not. Needs no message to other members."""
+        """Whether the save has ended, successfully or not. Polls without contacting other members."""
         return self._saved.done()
 
     def wait(self) -> Path:
-        """Wait for the checkpoint and return its folder. Raises CheckpointError on all members if saving failed."""
+        """Wait until the checkpoint is saved, and return its folder. Raises CheckpointError on all members if saving
+        failed."""
         with OWN_WAITS.waiting(SAVING):
             return self._saved.result()
 
     def run(self, save: Callable[[], Path]) -> None:
-        """Save, and keep the result for `wait`. Called in the saving thread."""
+        """Run a save, and keep its result for `wait`. Called in the saving thread.
+
+        save: saves the checkpoint and returns its folder.
+        """
         try:
             self._saved.set_result(save())
         except Exception as error:
@@ -103,7 +107,7 @@ class PendingSave:
 
 
 class Saver:
-    """Saves an engine's checkpoints, one at a time."""
+    """Saver of an engine's checkpoints. It runs one save at a time."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
@@ -124,7 +128,7 @@ class Saver:
 
         key: a key that is unique in the job's key-value store.
         is_open: the reason why this member cannot save now; "" if it can.
-        keep: how many of the newest checkpoints to keep; None for all of them.
+        keep: how many of the newest checkpoints to keep; None to keep all of them.
         """
         self.settle()
         pending, board = PendingSave(self.engine.global_steps), self.engine.control
@@ -145,10 +149,10 @@ class Saver:
         return pending
 
     def settle(self, seconds: float | None = None) -> bool:
-        """Wait for a running save, and log once how it ended. An error is only logged here; `PendingSave.wait` raises
+        """Wait for a background save, and log its result once. An error is only logged here; `PendingSave.wait` raises
         it.
 
-        seconds: the longest time to wait; None for no limit, 0 for no wait.
+        seconds: the longest time to wait; None for no limit, 0 to return at once.
 
         Returns whether no save is running any longer.
         """
@@ -172,7 +176,8 @@ class Saver:
 
 
 class _Saving:
-    """One save of a checkpoint on one working member. It reads the engine only until its values are taken.
+    """One save of a checkpoint on one working member. It reads the engine's state only during `take`, unless the values
+    are not copied.
 
     shares: the values to write.
     own: the content of the member's own small file.
@@ -195,12 +200,13 @@ class _Saving:
     # ---- while training stands still ---------------------------------------------------------------------------------
 
     def take(self, is_open: str, memory: HostMemory | None) -> None:
-        """Agree with the other members to save, and take what is to be written.
+        """Agree with the other members to save, and collect the values that this member writes.
 
+        is_open: the reason why this member cannot save now; "" if it can.
         memory: memory for a copy of the values; if None, the values must not change until they are written.
 
         Raises CheckpointError on all members if one of them refuses or makes a different request. A later failure is
-        kept for `carry_out`, where all members learn of it.
+        kept and reported by `carry_out`, where all members learn of it.
         """
         ask(self.session, self.engine, self.path, self.tag, is_open and f"{is_open}: save after engine.step()")
         try:
@@ -213,10 +219,10 @@ class _Saving:
             self.session.give_up(error)
 
     def _taken(self) -> TrainingRecord:
-        """Take the values, and return the training record, still without the checksums of the files.
+        """Collect the values to write; return the training record, still without the checksums of the files.
 
-        Raises CheckpointError if the shared extra state differs between members, CensusError if DeepSpeed's state is
-        not where it is expected, ConfigError for an object that cannot be saved.
+        Raises CheckpointError if extra state that must be equal differs between members, CensusError if DeepSpeed's
+        state is not where it is expected, ConfigError for an object that cannot be saved.
         """
         engine, rank = self.engine, self.rank
         engine.host.settle_parameters()
@@ -249,7 +255,8 @@ class _Saving:
     # ---- while training continues ------------------------------------------------------------------------------------
 
     def carry_out(self) -> Path:
-        """Write the checkpoint and return its folder. Raises CheckpointError on all members if one of them fails."""
+        """Write the checkpoint together with the other members, and return its folder. Raises CheckpointError on all
+        members if one of them fails."""
         try:
             with ExitStack() as stack:
                 hidden = self._written(stack)
@@ -260,7 +267,10 @@ class _Saving:
             self.shares, self.replicas = [], None
 
     def _written(self, stack: ExitStack) -> Path:
-        """Write this member's files into the hidden folder, and report a checksum. Returns the hidden folder."""
+        """Write this member's files into the hidden folder, and report their checksum. Returns the hidden folder.
+
+        stack: releases the locks and files that this opens.
+        """
         try:
             if self.error is not None:
                 raise self.error
@@ -278,14 +288,15 @@ class _Saving:
         return hidden
 
     def _open(self, stack: ExitStack) -> Path:
-        """Make the hidden folder while holding the lock of the checkpoint folder. Called on rank 0."""
+        """Create the hidden folder while holding the lock of the checkpoint folder. Called on rank 0."""
         stack.enter_context(folder.locked(self.path))
         if self.tag is None:
             self.tag = folder.free_tag(self.path, f"step{self.record.step}")
         return folder.begin(self.path, self.tag)
 
     def _write(self, hidden: Path) -> str:
-        """Write this member's files while comparing replicas, and return the checksum of its small file."""
+        """Write this member's files, and meanwhile compare replicas between members. Return the checksum of the
+        member's small file."""
         with ThreadPoolExecutor(1, "dynatrain-replicas") as beside:
             replicas = None if self.replicas is None else beside.submit(self.replicas)
             rows = write_shares(hidden, self.rank, self.shares)
@@ -298,7 +309,7 @@ class _Saving:
 
     def _finish(self, hidden: Path) -> Path:
         """Write the manifest and the record, and give the folder its final name. Called on rank 0 once all members have
-        written."""
+        written their files."""
         found = self.sums or {}
         parts = [hidden / _part(rank) for rank in range(len(self.members))]
         rows = [row for part in parts for row in Manifest.from_bytes(part.read_bytes())]
@@ -309,11 +320,13 @@ class _Saving:
         return folder.finish(hidden, str(self.tag), self.keep)
 
     def _compare_replicas(self, own: SideDigests) -> None:
-        """Raise CheckpointError if replicas of the state on the data axis are not equal. The error names tensors and
+        """Raise CheckpointError if replicas of the state along the data axis are not equal. The error names tensors and
         members.
 
         Values that several stages or tensor ranks each compute for themselves may have drifted apart. As in a switch,
         the owner's values are then used, and a warning is logged.
+
+        own: this member's digests.
         """
         engine = self.engine
         try:
@@ -337,7 +350,7 @@ def _part(rank: int) -> str:
 
 
 def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> SideDigests:
-    """Return the digests of those state kinds of which several ranks hold the same elements."""
+    """Return the digests of those state kinds whose elements are held by several ranks."""
     several = vps.mesh(layout) is not None
     held = {kind for kind, _ in buffers if several or vps.is_replicated(layout, kind)}
     kinds = vps.present_kinds(layout, held)
@@ -345,12 +358,12 @@ def _copied(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buff
 
 
 def _compared(engine: EngineCore, found: Mapping[int, Any]) -> tuple[list[int], list[str]]:
-    """Compare the members' extra state.
+    """Compare the extra state of all members.
 
     found: a map from each member to the record that it has posted.
 
-    Returns, for each rank, the first rank whose per-rank state is equal to its own, and the list of all state kinds
-    that any member has. Raises CheckpointError if state that all members share differs between them.
+    Returns, for each rank, the first rank that has the same extra state, and the list of all state kinds that any
+    member has. Raises CheckpointError if extra state that must be equal on all members differs.
     """
     first, *others = engine.members
     for member in others:

@@ -1,4 +1,4 @@
-"""Checkpoints as sources from which to restore a state: those in our format, and the common base class.
+"""Checkpoints as sources from which to restore a state: the common base class, and checkpoints in our format.
 
 A checkpoint consists of a manifest, whose rows say where each element is stored, and extra state outside the tensors.
 Checkpoints of other tools are in `other_tools`.
@@ -36,10 +36,10 @@ Gather = Callable[[str, Any], Mapping[int, Any]]
 
 
 class CheckpointPart(NamedTuple):
-    """The part of a checkpoint to load, as given by the arguments of DeepSpeed's `load_checkpoint`; everything by
-    default.
+    """The part of a checkpoint to load, as given by the arguments of DeepSpeed's `load_checkpoint`; by default the
+    whole checkpoint.
 
-    trust_pickle: whether to unpickle DeepSpeed's files even if they hold more than tensors and plain values.
+    trust_pickle: whether to unpickle DeepSpeed's files even if they contain more than tensors and plain values.
     """
 
     load_module_strict: bool = True
@@ -51,8 +51,8 @@ class CheckpointPart(NamedTuple):
 
     @property
     def is_read_here(self) -> bool:
-        """Whether our code can read this part: it must be the whole state, except that the schedule and missing frozen
-        weights may be left out."""
+        """Whether our code, instead of DeepSpeed's, can read this part: it must be the whole state, except that the
+        schedule and missing frozen weights may be left out."""
         return self.load_optimizer_states and not (self.load_module_only or self.custom_load_fn)
 
 
@@ -61,14 +61,14 @@ ALL = CheckpointPart()
 
 
 class FromCheckpoint(StateSource):
-    """A checkpoint in a folder, as a `StateSource`.
+    """A checkpoint in a folder, as a source from which to restore a state.
 
-    present: the current shared extra state; empty if there is none.
-    part: the requested part, which our code can read (`is_read_here`).
+    present: the current extra state that is equal on all ranks; empty if there is none.
+    part: the part of the checkpoint to load, which our code can read (`is_read_here`).
     tensors: the tensors that the checkpoint has.
     kept: the numbers of the frozen tensors that the checkpoint does not contain. Their weights in the engine are kept;
         unless `part` permits it, this is an error.
-    registration: how the checkpoint's parameters and optimizer groups are registered, if it says so.
+    registration: the trained parameters and optimizer groups of the checkpoint; None if it does not record them.
     """
 
     kinds: Sequence[str] = ()
@@ -101,7 +101,8 @@ class FromCheckpoint(StateSource):
 
     @cached_property
     def _vps(self) -> VirtualParameterSpace:
-        """Parameter space to fill, used once the parameters are registered the same way as in the checkpoint."""
+        """Parameter space (all logical tensors) to fill. Used once the engine has the trained parameters and groups of
+        the checkpoint."""
         return self.engine.vps.with_layout(self.goal.layout, self.goal.members)
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:
@@ -132,7 +133,8 @@ class FromCheckpoint(StateSource):
         return self._memory
 
     def _checked_tensors(self) -> dict[int, int]:
-        """Return a map from each tensor's number in the checkpoint to its number in this training.
+        """Check that the checkpoint has the tensors of this model; return a map from each tensor's number in the
+        checkpoint to its number in this model.
 
         Raises CheckpointError if the models differ. The error names a tensor.
         """
@@ -162,10 +164,10 @@ class FromCheckpoint(StateSource):
         self.reader.fill(self._vps, self.goal.layout, rank, buffers, self._keep(rank, buffers))
 
     def _keep(self, rank: int, buffers: Buffers) -> Pieces | None:
-        """Copy the frozen weights that the checkpoint lacks from the engine, and return the pieces that they fill; None
-        if it lacks none.
+        """Copy those frozen weights from the engine that the checkpoint lacks; return the ranges of elements that they
+        fill, None if it lacks none.
 
-        The engine is already in the layout of the goal.
+        The engine is already in the layout into which the checkpoint is loaded.
         """
         vps, kept = self._vps, np.array(self.kept, dtype=np.int64)
         if not len(kept):
@@ -201,19 +203,23 @@ class FromCheckpoint(StateSource):
         return {**shared, "scheduler": self.present["scheduler"]}
 
     def _shared(self) -> dict[str, Any]:
-        """Return the shared extra state, in which tensors have the numbers of this training."""
+        """Return the extra state that is equal on all ranks, with tensors numbered as in this model."""
         raise NotImplementedError
 
     def _digests(self, rank: int, gather: Gather) -> dict[Key, int]:
-        """Return the digests of whole tensors in the types in which they are stored.
+        """Return the digests of the whole tensors in the checkpoint, in the dtypes in which they are stored.
 
-        rank: this member's rank among the members of the goal, which divide the reading among themselves.
+        rank: this member's rank among the members that load the checkpoint, which divide the reading among themselves.
+        gather: combines the results of all these members.
         """
         raise NotImplementedError
 
     def _damaged(self, keys: list[Key], rank: int) -> list[str]:
-        """Return descriptions of damaged parts of these tensors in the checkpoint's files. Each member checks its share
-        of the parts."""
+        """Return descriptions of damaged parts of tensors in the checkpoint's files. Each member checks some of the
+        parts.
+
+        keys: the tensors to check.
+        """
         return []
 
     def prove(self, rank: int, buffers: Buffers, kinds: Sequence[str]) -> str:
@@ -242,9 +248,9 @@ class FromCheckpoint(StateSource):
 
 
 class Universal(FromCheckpoint):
-    """A checkpoint in our format.
+    """A checkpoint in our format, as a source from which to restore a state.
 
-    carry: the saved extra state that all ranks share.
+    carry: the saved extra state that is equal on all ranks.
     """
 
     def __init__(

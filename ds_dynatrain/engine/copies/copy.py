@@ -1,7 +1,8 @@
 """A copy, in host memory, of the state that only one rank of a layout held at one step.
 
-It has the flat buffers of all state kinds that are divided among ranks, frozen weights if they are divided, too, and
-the rank's extra state and random streams. Trained weights are left out, because they can be cast from their masters.
+It has the flat buffers of all state kinds that are divided among ranks (including frozen weights if they are divided),
+and the rank's extra state and random streams. Trained weights are left out, because they can be cast from their
+masters.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from ds_dynatrain.transfer import digest_pieces
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """A copy of a rank's state; see the docstring of the module. It does not change while it is in `Kept.copies`.
+    """A copy of a rank's state; see the docstring of the module. It is not changed while it is in `Kept.copies`.
 
     mark: the point in training at which the copy was taken.
-    rank: the rank in the mark's layout.
+    rank: the rank in the layout of that point.
     buffers: a map from (kind, buffer) to a flat CPU tensor, padding included, with the names of `Host.state_buffers`.
     said: the state outside the buffers, as plain JSON: the encoded extra state ("shared" by all ranks and, for this
         rank alone, "rest"), "streams" as `streams.capture` returns them, the job's "seed", and "kinds", all state kinds
         that the rank held.
     tensors: the tensors of the encoded "rest", on the CPU.
-    digests: a map from kind to one number per logical tensor, over the content of the buffers.
+    digests: for each state kind, one number per logical tensor, computed from the buffers.
     said_digest: the digest of `said` and `tensors`.
     """
 
@@ -48,10 +49,10 @@ class Copy:
     said_digest: str
 
     def is_sound(self, vps: VirtualParameterSpace) -> bool:
-        """Return whether the copy is unchanged, by recomputing all digests. A single flipped bit is detected.
+        """Recompute all digests, and return whether the copy is unchanged. A single flipped bit is detected.
 
-        vps: the engine's parameter space. A copy that was taken before parameters were registered again does not fit
-            the space, and counts as changed.
+        vps: the engine's parameter space. A copy taken before trained parameters were changed does not fit this space,
+            and counts as changed.
         """
         try:
             found = digests_of(vps, self.mark.layout, self.rank, self.buffers)
@@ -66,24 +67,27 @@ class Copy:
 
 
 def copied(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers, everything: bool = False) -> Buffers:
-    """Return those of a rank's buffers that must be part of its copy; see `is_copied`."""
+    """Return those of a rank's buffers that must be in its copy; see `is_copied`.
+
+    everything: whether to include all kinds that other ranks hold as well, except weights.
+    """
     return {key: held for key, held in buffers.items() if is_copied(vps, layout, *key, everything)}
 
 
 def lacks_frozen(vps: VirtualParameterSpace, layout: Layout) -> bool:
-    """Return whether some frozen weights are in no copy, because several ranks of the layout hold them."""
+    """Return whether copies of ranks of a layout leave out some frozen weights, because several ranks hold them."""
     return any(not tensor.trainable for tensor in vps.tensors) and not has_one_holder(vps, layout, WEIGHT)
 
 
 def frozen_elsewhere(vps: VirtualParameterSpace, layout: Layout, buffers: Buffers) -> Buffers:
-    """Return the buffers of a rank's frozen weights that are in no copy, because other ranks hold them as well."""
+    """Return the buffers of a rank's frozen weights that its copy leaves out, because other ranks hold them as well."""
     if has_one_holder(vps, layout, WEIGHT):
         return {}
     return {key: held for key, held in buffers.items() if key[0] == WEIGHT and not is_trained_weight(vps, *key)}
 
 
 def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: Buffers) -> dict[str, Digests]:
-    """Return the digests of these buffers of a rank, as a map from kind to one number per logical tensor.
+    """Return the digests of a rank's buffers: for each state kind, one number per logical tensor.
 
     Raises TransferError if the buffers do not fit, LayoutError for a kind or a rank that the space does not have.
     """
@@ -95,5 +99,5 @@ def digests_of(vps: VirtualParameterSpace, layout: Layout, rank: int, buffers: B
 
 
 def digest_of_said(said: Mapping[str, Any], tensors: list[torch.Tensor]) -> str:
-    """Return the digest of a copy's state outside its buffers."""
+    """Return the digest of a copy's state outside its buffers: the fields `said` and `tensors` of `Copy`."""
     return fingerprint([dict(said), tensors])

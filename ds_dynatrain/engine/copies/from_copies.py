@@ -1,9 +1,9 @@
-"""Restoration from copies, by a plan that moves state from the layout of the copies to the layout of the goal (the
-world to restore).
+"""Restoration from copies, by a plan that moves state from the layout in which the copies were taken to the layout to
+restore.
 
 The copy of each rank has one holder, the member that carries out that rank's part of the plan. A member that holds
 several copies acts under its own number for the first of them, and under numbers that no member has for the others. A
-holder without a rank in the goal calls `serve`.
+holder without a rank in the layout to restore calls `serve`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ DOING = "restoring from copies"
 
 
 def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept) -> None:
-    """Send this member's copies to all members that need them. Called on a holder that has no rank in the goal.
+    """Send this member's copies to all members that need them. Called on a holder of copies that gets no rank itself.
+
+    goal: the layout and members to restore.
+    whole: the copies to use.
+    kept: the copies of this process.
 
     Raises CheckpointError if the restoration fails on the other members.
     """
@@ -61,11 +65,11 @@ def serve(engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept) -> Non
 
 
 class FromCopies(StateSource):
-    """A `StateSource` that takes the state from copies, which members keep.
+    """Source for a restoration that takes the state from copies, which members keep in host memory.
 
+    goal: the layout and members to restore. The group for transfers of its world must include all holders of copies.
+    whole: the copies to use.
     kept: the copies of this process.
-
-    The transfer group of the goal's world must include all holders.
     """
 
     def __init__(self, engine: EngineCore, goal: Goal, whole: WholeCopies, kept: Kept) -> None:
@@ -86,7 +90,7 @@ class FromCopies(StateSource):
             self._session.say(f"said/{rank}", copy.said)
 
     def _extra_state(self, rank: int) -> dict[str, Any]:
-        """Return the state outside the buffers in the copy of a rank, as plain JSON."""
+        """Return the extra state in the copy of a rank (everything outside the buffers), as plain JSON."""
         found: dict[str, Any] = self._session.said_by(self._whole.holders[rank], f"said/{rank}", DOING)
         return found
 
@@ -121,9 +125,9 @@ class FromCopies(StateSource):
     # ---- the moves ---------------------------------------------------------------------------------------------------
 
     def give(self, target: Buffers | None = None) -> None:
-        """Carry out this member's part of the plans, as a holder of copies and as a rank of the goal.
+        """Carry out this member's part of the restoration: send from its copies, and fill its own buffers.
 
-        target: the buffers to fill; None on a member without a rank in the goal.
+        target: the buffers to fill; None on a member that gets no rank.
         """
         world = self._goal.world
         if world.transfer is None:
@@ -146,8 +150,8 @@ class FromCopies(StateSource):
         self._give_rests(transport, time.monotonic() + seconds)
 
     def _plans(self) -> list[SwitchPlan]:
-        """Return two plans: one for trained state, whose weights are cast from masters, and one for frozen weights in
-        the copies."""
+        """Return the plans of all moves: one for trained state, whose weights are cast from masters and, if copies
+        contain frozen weights, another one for these."""
         vps = self._target.with_layout(self._layout, self._names)
         goal = self._goal.layout, self._goal.members
         trained = {tensor.group for tensor in vps.tensors if tensor.trainable}
@@ -158,8 +162,8 @@ class FromCopies(StateSource):
 
     @cached_property
     def _cast(self) -> dict[int, dict[BufferId, torch.Tensor]]:
-        """Map from each rank whose copy this member holds to the rank's trained weights. They are cast from the rank's
-        masters, and divided in the same way."""
+        """Trained weights of each rank whose copy this member holds. They are cast from the masters in the copy, and
+        divided in the same way."""
         dtype = self._engine.memory_in(self._goal.layout)[WEIGHT].dtype
         return {
             rank: {name: held.to(dtype) for name, held in of_kind(copy.buffers, MASTER).items()}
@@ -167,7 +171,8 @@ class FromCopies(StateSource):
         }
 
     def _give_rests(self, transport: GroupTransport, deadline: float) -> None:
-        """Send the tensors of each rank's own extra state to the members that continue with that state."""
+        """Exchange the tensors of ranks' own extra state: send them from copies to the members that continue with that
+        state."""
         begun, wanted = [], dict[int, list[torch.Tensor]]()
         for rank, member in enumerate(self._goal.members):
             for each in dict.fromkeys(rest_ranks(self._layout, self._goal.layout, rank)):
@@ -190,9 +195,10 @@ class FromCopies(StateSource):
     # ---- the proof ---------------------------------------------------------------------------------------------------
 
     def report(self, after: Shares | None) -> str:
-        """Check that the digest of the whole state is the same before and after the moves, and return it.
+        """Check that the digests of the state are the same before and after the moves; return the digest of the whole
+        state.
 
-        after: this member's part of the digests after the moves; None if the member has no rank in the goal.
+        after: this member's part of the digests after the moves; None if the member gets no rank.
 
         Raises CheckpointDamaged on all members if the digests differ.
         """
@@ -209,8 +215,8 @@ class FromCopies(StateSource):
         return str(said["digest"])
 
     def _shares_of(self, rank: int, copy: Copy) -> Shares:
-        """Return what a copy contributes to the digests of the whole state: its buffers, and its weights (cast from
-        masters, or frozen)."""
+        """Return the contribution of a copy to the digests of the whole state: that of its buffers, and that of its
+        weights (cast from masters, or frozen)."""
         vps, layout = self._target.with_layout(self._layout, self._names), self._layout
         cast, pieces, of = self._cast[rank], vps.holding(layout, rank, MASTER), (vps, layout, self._names, rank)
         kinds = [kind for kind in self.kinds if kind != WEIGHT or has_one_holder(vps, layout, WEIGHT)]
@@ -222,8 +228,8 @@ class FromCopies(StateSource):
         return {**total, "kinds": [(self._names[rank], sorted(self.kinds))]}
 
     def _shares_of_frozen(self, frozen: Frozen) -> Shares:
-        """Return what this member's frozen weights, which are in no copy, contribute to the digests of the whole
-        state."""
+        """Return the contribution of this member's frozen weights to the digests of the whole state. Copies do not
+        contain these weights."""
         vps, rank = self._target.with_layout(frozen.layout, frozen.members), frozen.members.index(self._me)
         held, pieces = of_kind(self._frozen, WEIGHT), vps.holding(frozen.layout, rank, WEIGHT)
         mine = SideDigests({WEIGHT: digest_pieces(only(pieces, tuple(held)), held, vps.bases)})
@@ -231,7 +237,7 @@ class FromCopies(StateSource):
 
 
 def _session(engine: EngineCore, goal: Goal, whole: WholeCopies) -> Session:
-    """Return the session of all members that restore or provide copies."""
+    """Return a session for the joint steps of all members that restore the state or provide copies."""
     members = (*goal.members, *(one for one in whole.members if one not in goal.members))
     return Session(engine.control, f"{goal.key}/copies", members, DOING, record=goal.record, is_patient=True)
 
@@ -241,6 +247,9 @@ def _names(holders: Sequence[int], above: int) -> tuple[int, ...]:
 
     A member has its own number for the first rank whose copy it holds. For each further rank it gets a number that no
     member has.
+
+    holders: for each rank, the member that holds its copy.
+    above: the highest number of any member.
     """
     return tuple(holder if holder not in holders[:rank] else above + 1 + rank for rank, holder in enumerate(holders))
 

@@ -1,7 +1,7 @@
-"""The copies that a process keeps, in two slots, so that one slot always has a whole copy.
+"""The copies of state that a process keeps, in two sets, one of which is always complete.
 
-While one slot is written, the other slot keeps the copies that are known to be whole on all members. The memory of a
-slot is reused, because touching new memory costs more than copying into it.
+While one set is written, the other set keeps the copies that are known to be complete on all members. The memory of a
+set is reused, because touching new memory costs more than copying into it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ds_dynatrain.transfer import allocate, prefault
 
 
 class Room:
-    """Host memory for one copy at a time. It never shrinks."""
+    """Host memory for one copy, which is used again for later copies. It never shrinks."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -30,7 +30,8 @@ class Room:
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:
-        """Return the first `nbytes` of the memory, as uint8. Any earlier content is lost.
+        """Return the first `nbytes` of the memory as a uint8 tensor; allocate more memory if necessary. Any earlier
+        content is lost.
 
         Raises MemoryError if not enough memory is available.
         """
@@ -44,9 +45,10 @@ class Room:
 
 
 class _Place:
-    """One of the two slots: memory for the process's own copy and for each ward's copy, and the copies that are whole.
+    """One of the two sets of copies: memory for the copy of the process's own rank and of each ward, and the complete
+    copies.
 
-    A ward is a rank whose copies this process keeps.
+    A ward is another rank whose copies this process keeps.
     """
 
     def __init__(self) -> None:
@@ -57,14 +59,14 @@ class _Place:
 
 
 class Kept:
-    """The copies that one process keeps: of its own rank and of its wards, at two boundaries.
+    """The copies that one process keeps of its own rank and of its wards, taken at two points in training.
 
-    A ward is another rank whose copies this process keeps. Copies stay when the world changes: the copies of an older
-    world stay until those of the current world are whole on all members.
+    A ward is another rank whose copies this process keeps. Copies are kept when the world changes: those of an older
+    world stay until those of the current world are complete on all members.
 
-    frozen: the frozen weights of this rank that other ranks have, too. They are the same at every step, so they are
-        kept without a copy.
-    frozen_of: the (layout, rank) in which the frozen weights were held.
+    frozen: the frozen weights of this rank that other ranks have as well. They are the same at every step, so they are
+        kept without being copied.
+    frozen_of: the layout and rank in which the frozen weights were held.
     since: the `Mark.stretch` of the newest load of a state. Older copies do not count.
     """
 
@@ -82,14 +84,15 @@ class Kept:
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def copies(self) -> list[Copy]:
-        """Return all whole copies that this process has, of its own rank and of its wards, newest first."""
+        """Return all complete copies that this process has, of its own rank and of other ranks, newest first."""
         with self._lock:
             found = [copy for place in self._places for copy in place.copies.values()]
         found = [copy for copy in found if copy.mark.stretch >= self.since]
         return sorted(found, key=lambda copy: (copy.mark.moment, -copy.rank), reverse=True)
 
     def find(self, mark: Mark, rank: int) -> Copy | None:
-        """Return the copy of a rank with this mark; None if this process does not have it."""
+        """Return the copy of a rank that was taken at a given point in training; None if this process does not have
+        it."""
         return next((copy for copy in self.copies() if (copy.mark, copy.rank) == (mark, rank)), None)
 
     @property
@@ -100,8 +103,12 @@ class Kept:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def begin(self, mark: Mark, wards: int) -> tuple[Room, list[Room]]:
-        """Return memory for this member's own copy and for the copies of `wards` wards, in the slot whose copies are no
-        longer needed."""
+        """Return memory for new copies: for one of this process's own rank, and for those of other ranks. It replaces
+        the copies that are no longer needed.
+
+        mark: the point in training at which the new copies are taken.
+        wards: the number of other ranks whose copies this process keeps.
+        """
         with self._lock:
             place = next(each for each in self._places if each.mark is None or each.mark != self.whole)
             place.copies, place.mark = {}, mark
@@ -111,22 +118,22 @@ class Kept:
             return place.own, place.wards
 
     def add(self, copy: Copy) -> None:
-        """Add a copy that is whole in this process. It is ignored unless it has the mark given to the last `begin`."""
+        """Add a copy that this process has received or taken completely. Ignored unless it has the mark given to the
+        last `begin`."""
         with self._lock:
             if self._open is not None and self._open.mark == copy.mark:
                 self._open.copies[copy.rank] = copy
 
     def mark_whole(self, mark: Mark) -> None:
-        """Record that all members have their copies with this mark, so that copies with other marks are overwritten
-        first. Do nothing if this process has none of them."""
+        """Record that all members have their copies of a point in training, so that other copies are overwritten first.
+        Does nothing if this process has no copy of that point."""
         if any(copy.mark == mark for copy in self.copies()):
             self.whole = mark
 
     def void_before(self, stretch: tuple[int, ...]) -> None:
-        """Ignore all copies, present and future, whose `Mark.stretch` is smaller: a state was loaded after they were
-        taken.
+        """Ignore all copies, present and future, that were taken before a state, such as a checkpoint, was loaded.
 
-        stretch: the `Mark.stretch` that began with the load.
+        stretch: the `Mark.stretch` of copies taken after that; copies with a smaller one are ignored.
         """
         self.since = max(self.since, stretch)
 
