@@ -278,7 +278,7 @@ def _slowdown(profile: Profile, at: Situation, present_seconds: float) -> Slowdo
 
 
 def _release(at: Situation, seconds: float) -> BalanceDecision | None:
-    """Decide whether nodes without work should leave now; None if there are none.
+    """Decide whether nodes without work should leave now. Returns None if there are none, or if none may leave.
 
     They leave once the time that their members have spent without work reaches the time that all members lose in
     `safety` changes of members. With `safety` = 2, that pays for one change to leave and one to come back.

@@ -127,9 +127,7 @@ class Course:
         return replace(self, history=replace(known, since=begun, step=max(known.step, begun)), slow=slow)
 
     def without_decision(self, why: str) -> Course:
-        """Return the record with this description of the decision, but no judgement of a move, wanted move or released
-        nodes.
-        """
+        """Return the record with this description, but without a verdict on a move, a wanted move or released nodes."""
         return replace(self, verdict=None, gain=None, wanted=None, needs_steps=False, releases=False, why=why)
 
     def after(

@@ -34,8 +34,8 @@ It is higher than `ERRORS`, because each layer and member is tested in every win
 REMEMBERED = 9
 """Maximum number of rival layouts (those that would have been faster) that a `DecisionHistory` keeps."""
 LEAST_FACTOR = 0.1
-"""Lower limit of `DecisionHistory.factor` after a move that was kept. Thus a large predicted gain can still lead to a
-move."""
+"""Lower limit of `DecisionHistory.factor` after a move that was kept, so that a large predicted gain can still count.
+"""
 
 
 class Answer(Enum):

@@ -98,7 +98,9 @@ def better_map(profile: Profile, layout: Layout, least_gain: float) -> ExpertMap
 
 
 def balances(profile: Profile, present: Layout, proposed: Layout) -> tuple[ExpertBalance, ...]:
-    """Return how evenly the tokens of each layer with experts are distributed, now and in the proposed layout."""
+    """Return how evenly the tokens of each layer with experts are distributed in the current and in the proposed
+    layout.
+    """
     found = []
     for layer, cost in enumerate(profile.experts):
         now, then = (busiest(cost.tokens, rows_of(each, layer, len(cost.tokens))) for each in (present, proposed))
@@ -107,7 +109,9 @@ def balances(profile: Profile, present: Layout, proposed: Layout) -> tuple[Exper
 
 
 def measured_balances(profile: Profile) -> tuple[ExpertBalance, ...]:
-    """Return how evenly the tokens of each layer were distributed when they were measured, and after all swaps."""
+    """Return how evenly each layer's tokens were distributed when measured, and how evenly they would be after all
+    swaps.
+    """
     return tuple(
         ExpertBalance(
             cost.name,

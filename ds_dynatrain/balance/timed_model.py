@@ -50,7 +50,7 @@ class TimedModel:
         return 0, len(self._modules) + 1
 
     def timer(self) -> Timer:
-        """Return the timer for the steps of a window."""
+        """Return the timer for the steps of a timing window."""
         host = self._engine.host
         modules = children_of(host.module, self._modules) if self._modules else {}
         return ModuleTimer(host.basic_optimizer, tuple(modules.values()))
@@ -73,9 +73,7 @@ class TimedModel:
         return next(inside, len(self._modules))
 
     def layers(self) -> list[LayerCost]:
-        """Return all layers of the model with their bytes, but without times. Only currently registered parameters
-        count.
-        """
+        """Return all layers of the model with their bytes, but without times. Only registered parameters count."""
         vps, found = self._engine.vps, list[LayerCost]()
         kinds = [vps.kind(kind) for kind in vps.present_kinds()]
         for name, tensors in zip(self._names(), self._tensors(), strict=True):

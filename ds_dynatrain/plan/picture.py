@@ -131,7 +131,10 @@ def _held(cut: Sharding, bases: Ints, parts: int = 1) -> Iterator[Rows]:
 
 
 class _Count:
-    """Running sums of the bytes of a plan, one entry per member; state kinds are added one by one. See `Picture`."""
+    """Running sums of the bytes of a plan: arrays with an entry per member, as in `Picture`.
+
+    The state kinds are added one by one.
+    """
 
     def __init__(self, sides: Sides, members: Ints, nodes: Ints) -> None:
         """Start with all sums at 0."""

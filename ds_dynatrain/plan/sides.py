@@ -91,7 +91,7 @@ class Sides:
     target_nodes: Ints = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raise LayoutError if the members do not fill the world, SwitchRefused if the source lacks a kind."""
+        """Raise LayoutError unless each target rank has one member, and SwitchRefused if the source lacks a kind."""
         check_members(self.layout, self.members)
         object.__setattr__(self, "space", self.vps.tiled(self.layout))
         names = tuple(kind.name for kind in self.kinds)
@@ -243,8 +243,8 @@ class Sides:
 
     @cached_property
     def _by_node(self) -> tuple[Ints, Ints, Ints]:
-        """Three arrays: target ranks sorted by node and, for each rank, where its node begins in them and how many
-        ranks it has.
+        """Three arrays: target ranks sorted by node; for each rank, where its node begins there; and the size of that
+        node.
         """
         _, node, count = np.unique(self.target_nodes, return_inverse=True, return_counts=True)
         return np.argsort(node, kind="stable"), (np.cumsum(count) - count)[node], count[node]

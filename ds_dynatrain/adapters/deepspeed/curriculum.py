@@ -29,7 +29,7 @@ from ds_dynatrain.data import EpochOrder
 from ds_dynatrain.errors import DataError
 
 KEPT = 256
-"""Number of fetched global batches to keep, because loader workers read ahead and a switch may go back."""
+"""Number of drawn global batches to keep, because loader workers read ahead and a switch may go back."""
 
 Schedule = Mapping[str, Callable[[int], Any]]
 

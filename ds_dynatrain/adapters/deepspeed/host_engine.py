@@ -84,9 +84,7 @@ class HostEngine(DeepSpeedEngine):  # type: ignore[misc]
             self.basic_optimizer = self.optimizer = basic
 
     def _broadcast_model(self) -> None:
-        """Broadcast the model the way DeepSpeed does. Does nothing if parameters get their values later, on all ranks
-        alike.
-        """
+        """Broadcast the model the way DeepSpeed does. Does nothing if parameters get their values later."""
         if self._host.whole:
             super()._broadcast_model()
 

@@ -42,7 +42,7 @@ def refuse_unsupported(config: Config, model: nn.Module, optimizer: Any, mpu: An
 
 
 def check_elastic_launch() -> None:
-    """Raise UnsupportedError if it is unknown how collectives of the accelerator end when a member dies.
+    """Raise UnsupportedError if the accelerator's collectives are not known to end when a member dies.
 
     Called in launches whose members may join and leave.
     """

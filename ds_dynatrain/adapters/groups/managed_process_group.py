@@ -196,9 +196,7 @@ class GroupStatus:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the world's communicators must be aborted, because some members would not take part in ending them
-        properly.
-        """
+        """Whether the world's communicators must be aborted, because some members would not help to end them."""
         return self.failure is not None or self.is_lost or self.gate.is_torn
 
     def call(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -255,9 +253,9 @@ class ManagedProcessGroup(PythonGroup):
 
     It serves the CPU through gloo. Once connected, it serves an accelerator through a communicator that other groups
     may share. torch's own group takes its name from one of its back-ends, so if two groups shared a back-end, the first
-    group would get the name of the second; this class keeps its own name. Messages have the timeout of collectives:
-    with gloo's default, a receiver would give up after the time allowed for connecting, but a pipeline stage may
-    compute for longer.
+    group would get the name of the second; this class keeps its own name. Messages have the same timeout as
+    collectives: with gloo's default, a receiver would give up after the time allowed for connecting, but a pipeline
+    stage may compute for longer.
 
     status: status of the world that the group serves, if members may join and leave. Failures are recorded in the
         status and raise WorldChanged.

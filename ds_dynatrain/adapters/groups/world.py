@@ -234,8 +234,8 @@ class World:
     def mpu(self) -> SimpleNamespace | None:
         """The object that DeepSpeed asks for groups while the world lives; None if only data and expert sizes exceed 1.
 
-        `model_parallel` means pipe x tensor. DeepSpeed's own object for sequence parallelism uses this name for
-        sequence, so ZeRO adds up gradient norms that are already whole, and clips too much. `get_data_parallel_group`
+        `model_parallel` means pipe x tensor. (DeepSpeed's own object for sequence parallelism uses this name for the
+        sequence axis. ZeRO then counts gradient norms several times, and clips too much.) `get_data_parallel_group`
         returns ZeRO's group, over which stage 3 partitions parameters. The data-parallel size and rank are those of the
         data axis, whose ranks share a batch.
         """
@@ -327,7 +327,7 @@ class World:
         return Endpoint(str(group.group_name), self._ranks[kind], group.rank(), store)
 
     def _served(self) -> list[str]:
-        """Return the kinds of the groups that use the accelerator, or will use it; [] if there is no accelerator."""
+        """Return the kinds of groups that use the accelerator, now or later; [] if there is no accelerator."""
         kinds = self.kinds if is_accelerated() else []
         return [kind for kind in kinds if len(self._ranks[kind]) > 1 and (kind != "transfer" or self.moves_by_device)]
 

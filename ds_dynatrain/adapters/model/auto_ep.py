@@ -136,8 +136,7 @@ class Conversion:
 
 @contextmanager
 def refused_by_deepspeed() -> Iterator[None]:
-    """Context manager that raises ConfigError if one of DeepSpeed's own checks of `expert_parallel` fails in the
-    block."""
+    """Context manager that turns an error of DeepSpeed's own checks of `expert_parallel` into a ConfigError."""
     try:
         yield
     except ValueError as error:

@@ -72,7 +72,7 @@ from ds_dynatrain.space import AxisCuts, Layout, Pick
 
 
 def group_name(size: int) -> str:
-    """Return DeepSpeed's name for the groups of an expert size."""
+    """Return DeepSpeed's name for process groups of the given expert size."""
     return f"ep_size_{size}"
 
 

@@ -122,8 +122,7 @@ class PipelineTemplate:
         return tuple(map(int, parts))
 
     def stages(self, layout: Layout) -> dict[str, Stages]:
-        """Return a map from each logical tensor's name to the stages that hold it, ascending. Tied tensors have several
-        stages.
+        """Return a map from each logical tensor's name to the stages that hold it, ascending; several for tied tensors.
 
         Raises UnsupportedError, naming the tensor, if a tensor that is not tied would be on several stages.
         """

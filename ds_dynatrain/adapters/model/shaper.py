@@ -136,7 +136,9 @@ def without_memory(module: nn.Module) -> nn.Module:
 
 
 def _replace_parameters(module: nn.Module, memory: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
-    """Replace each parameter with a new one over `memory(parameter)`. Attributes set on the parameter are kept."""
+    """Replace each parameter with a new one over the tensor `memory(parameter)`. Attributes set on the parameter are
+    kept.
+    """
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, held in part._parameters.items():

@@ -1,5 +1,5 @@
-"""The loss scale of fp16. The fields of DeepSpeed's three loss scalers get common names, so that a switch can transfer
-them.
+"""The loss scale of fp16, under the same field names for DeepSpeed's three loss scalers, so that a switch can transfer
+it.
 
 A field that the current optimizer does not have (stage 0 has no hysteresis, a plain torch optimizer no scaler) is kept
 on the engine, and restored when a later layout has it.

@@ -19,7 +19,7 @@ from ds_dynatrain.support import usage
 
 Group = dict[str, Any]
 LIKE = "like"
-"""Key of a requested group: the number of the existing group whose hyper-parameters and schedule it copies."""
+"""Key, in a requested group, of the number of the existing group whose hyper-parameters and schedule it copies."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Regrouping:
 
     @property
     def origins(self) -> list[int]:
-        """Number of the existing group that each new group continues or copies."""
+        """For each new group, the number of the existing group that it continues or copies."""
         return [group.origin for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Regrouping:
 
 @dataclass(frozen=True)
 class RegroupRequest:
-    """Changes that one registration requests.
+    """The changes that one registration of parameters requests.
 
     requires_grad: a map from tensor name to whether the parameter requires a gradient from now on. Parameters that are
         not listed keep their flag.

@@ -21,7 +21,8 @@ from ds_dynatrain.adapters.versions.deepspeed_versions import flat_offsets
 LEAST_CHUNK = 1 << 20
 """Smallest number of elements in a chunk, so that the time of a message exceeds its latency."""
 Run = tuple[int, int]
-"""A range of elements in a line: its first element, and the one after its last."""
+"""A range of elements in a line (gradients that are reduced together): its first element, and the one after its last.
+"""
 Span = tuple[nn.Parameter, int, int]
 """A parameter, and the range in a line that holds its gradient: start and stop."""
 

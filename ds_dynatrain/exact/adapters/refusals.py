@@ -40,7 +40,8 @@ def refuse_series() -> None:
 
 
 def refuse_inexact_job(config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    """Raise UnsupportedError, naming the feature, if a job uses anything that was not tested in exact jobs.
+    """Raise UnsupportedError, naming the feature, if a job uses anything that was not tested in exact (bitwise
+    reproducible) jobs.
 
     config: DeepSpeed's configuration.
     """

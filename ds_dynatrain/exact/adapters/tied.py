@@ -106,7 +106,10 @@ class StageLines(FlatLines):
 
     @property
     def sharing(self) -> list[Any]:
-        """The process groups of `Lines.sharing`, plus the group of all stages if there are several."""
+        """Process groups over which the tensors in `held` together contain the whole gradient, each element once.
+
+        If there are several stages, the group of all stages is one of them.
+        """
         zero = self._zero
         return [*super().sharing, *([zero.model_parallel_group] if zero.model_parallel_world_size > 1 else [])]
 

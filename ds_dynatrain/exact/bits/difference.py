@@ -16,7 +16,7 @@ LOSS, NORM = "loss", "norm"
 MOST_LINES = 10
 """Maximum number of differences in a step that are printed. The JSON output contains all of them."""
 _FIRST_KINDS = ("weight", "master")
-"""The state kinds that are reported first. Moments follow, because they are the least interesting."""
+"""The state kinds that are reported first. Moments follow, because they say the least about the cause."""
 
 
 @dataclass(frozen=True)
