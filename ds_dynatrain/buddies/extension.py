@@ -230,7 +230,7 @@ class Buddies(Extension):
         """Take a copy if one is due. Working members call this between two global batches, once for each step.
 
         This is the last call at a boundary, so that no switch waits for a copy taken just before it. The loss of a
-        member raises nothing here, because the next collective of training detects it, too.
+        member raises nothing here, because the next collective of training also detects the loss.
         """
         engine, every = self._engine, self._all
         now = engine.segment, engine.global_steps

@@ -43,7 +43,7 @@ class Ward:
 
 
 class Round:
-    """One exchange of copies, in which each rank sends its copy to its buddies and receives those of its wards.
+    """One exchange of copies: each rank sends its copy to its buddies, and receives the copies that it is to keep.
 
     taken: this member's own copy; None if it could not be taken.
     is_over: whether the thread has finished.

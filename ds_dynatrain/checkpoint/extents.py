@@ -21,7 +21,7 @@ from ds_dynatrain.transfer.series import series
 
 _CHUNK = BufferId("tensor", 0)
 ALIGN = 8
-"""Alignment of values in a data file, in bytes, which is Arrow's own; pyarrow pads them to a multiple of it."""
+"""Alignment of values in a data file, in bytes, as in Arrow: pyarrow pads values to a multiple of this number."""
 DIGEST_ELEMENTS = 1 << 18
 """Number of elements that are digested at once; few enough to stay in the cache."""
 WORD = (1 << 64) - 1

@@ -43,7 +43,7 @@ REPEATS, MESSAGES = 5, 64
 STAGING_BYTES = 1 << 28
 TAG = 1
 SAME = 0.8
-"""Fraction of its speed alone that a member must keep when all members send, to count as not slowed down."""
+"""Members that send at once and keep this fraction of the speed of one alone count as not slowing each other down."""
 Flows = Sequence[tuple[int, int]]
 """Pairs (sender, receiver) of members that transfer at the same time. A pair of equal members is a copy in memory."""
 
@@ -167,7 +167,7 @@ class Links:
         return found
 
     def _link(self, flows: Flows, width: int, way: Transport) -> LinkClass:
-        """Measure one class of links: the first of `flows` alone, and all flows together.
+        """Measure one class of links, and return the result. Measures the first of `flows` alone, and all together.
 
         width: the number of members of a node.
         """

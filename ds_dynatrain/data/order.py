@@ -138,7 +138,7 @@ class EpochOrder:
         return {}
 
     def digest(self, at: Cursor) -> int | None:
-        """Return a hash of 63 bits of the order at `at`; None if it cannot differ between ranks."""
+        """Return a 63-bit hash of the order at `at`; None if the order cannot differ between ranks."""
         return None
 
     def state_at(self, cursor: Cursor) -> dict[str, Any] | None:

@@ -133,7 +133,7 @@ class SampleStream:
         return self._hash(start, start + self.count(cursor, size))
 
     def _hash(self, start: int, stop: int) -> int:
-        """Return a hash of 63 bits of the samples that have been read among those from `start` to `stop`."""
+        """Return a 63-bit hash of the samples from `start` to `stop`, as far as they have been read."""
         found = hashlib.blake2b(digest_size=8)
         for number in range(start, stop):
             for part in _parts(self._read.get(number)):

@@ -1,6 +1,6 @@
 """The policies that are compared: one function for each, with the rule that it implements and the source of that rule.
 
-If a source leaves something open, the policy is not charged for it. docs/simulate.md lists which policy this favours.
+If a source leaves something open, the assumption here favours its policy. docs/simulate.md lists these assumptions.
 """
 
 from __future__ import annotations

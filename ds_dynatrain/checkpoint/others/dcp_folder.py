@@ -8,14 +8,14 @@ piece of a tensor.
 |---|---|
 | `model.NAME`, or all tensors without `model` | weights; masters are made from the trained ones |
 | `optim.state.NAME.exp_avg` `.step` | moments and steps |
-| `optim.param_groups.NAME.lr` | hyper-parameters by tensor, from which groups are made again |
+| `optim.param_groups.NAME.lr` | hyper-parameters of each tensor, from which the groups are rebuilt |
 | `optim.param_groups.0.lr` `.params` | a group's hyper-parameters, and the names of its tensors |
 
 `optim` may also be called `optimizer`. Its levels are separate (`optim`, `state`, NAME, `exp_avg`), or joined into one
 name below `optim`, as in torch with `flatten_optimizer_state_dict=True`.
 
-A folder that we write has the names of torch's `get_state_dict`. The values of `model` are the masters, unless another
-type is requested.
+A folder that this package writes has the names of torch's `get_state_dict`. The values of `model` are the masters,
+unless another type is requested.
 """
 
 from __future__ import annotations

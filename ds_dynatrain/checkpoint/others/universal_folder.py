@@ -7,9 +7,9 @@
 | `zero/optimizer_state.pt` | hyper-parameters of the groups, the loss scale |
 | `*_model_states.pt` | names and shapes by group, counters, schedule, buffers, frozen weights (in parts in stage 3) |
 
-A folder that we write has one small file per tensor and state, and one file with all weights of the model, which is
-filled tensor by tensor. DeepSpeed reads such a folder in ZeRO stages 1 to 3 on any number of data ranks. Other axes
-would need additional metadata of DeepSpeed's.
+A folder that this package writes has one small file per tensor and state, and one file with all weights of the model,
+which is filled tensor by tensor. DeepSpeed reads such a folder in ZeRO stages 1 to 3 on any number of data ranks. Other
+axes would need additional metadata of DeepSpeed's.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.02
 MOST_ROWS = 1 << 26
 """Maximum number of rows in a plan."""
 Row = tuple[int, Move]
-"""A move into tensor number `Row[0]`."""
+"""(number of a tensor, move into that tensor)"""
 
 
 @dataclass

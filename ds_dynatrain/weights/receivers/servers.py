@@ -215,7 +215,8 @@ class Server(Receiver):
     ) -> Broadcast:
         """Return the trainer's end of a new process group with the server's workers.
 
-        join: the request that lets the workers join the group; called in the thread `beside`.
+        beside: a thread, in which `join` is called.
+        join: function that makes the request which lets the workers join the group.
         own_address: function that returns this machine's address.
         workers: number of the workers.
         more: further entries of the request.
