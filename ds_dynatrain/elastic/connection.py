@@ -131,7 +131,7 @@ class Connection:
         self._buffer = bytearray()
         self._frames: deque[tuple[bytes, bytes]] = deque()
         self._told: Generation | None = None
-        """The last generation that came over this connection."""
+        """The last generation received over this connection."""
 
     @classmethod
     def open(cls, endpoint: Endpoint, token: str | None, job: str = "", seconds: float = 5.0) -> Connection:

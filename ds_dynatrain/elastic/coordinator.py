@@ -47,7 +47,7 @@ from ds_dynatrain.elastic.view import View, snapshot, view
 from ds_dynatrain.errors import JobFinished, MessageError, PeerRefused
 
 GREETING_SECONDS = 5.0
-"""How long a peer may take, after its greeting, to introduce itself."""
+"""How long a peer may take, after it has authenticated, to introduce itself."""
 LINGER_SECONDS = 30.0
 """How long a coordinator whose job has finished waits for its peers to disconnect."""
 SHOW_SECONDS = 3.0
@@ -78,7 +78,7 @@ class Coordinator:
         self._agents: dict[str, Peer] = {}
         self._owed: defaultdict[str, list[Fence]] = defaultdict(list)
         self._asked: dict[str, asyncio.Future[Shown]] = {}
-        """Answers of workers that were asked what they are doing, while somebody waits for them."""
+        """For each worker that was asked what it is doing, the answer that is being waited for."""
         self._peers: set[Peer] = set()
         self.host_node = ""
         """The node whose agent hosts this coordinator; "" if none does."""

@@ -39,21 +39,20 @@ from ds_dynatrain.errors import MessageError, PeerRefused
 MOST_UNREAD = 2 * LARGEST_MESSAGE
 """The maximum number of bytes buffered for a peer that does not read. Beyond this its connection is dropped."""
 MOST_STRANGERS = 4096
-"""The maximum number of simultaneous connections whose peers have not proved the token.
-
-The number is also limited to a quarter of the files that this process may open.
-"""
+"""The maximum number of simultaneous connections whose peers have not proved that they know the token. The number is
+also limited to a quarter of the files that this process may open."""
 STRANGERS_A_SECOND = 4096
-"""The rate at which silent strangers may connect without making anybody wait. The fair time of a stranger is the number
-of connections allowed at once, divided by this rate."""
+"""The rate, per second, at which unauthenticated peers may connect without making others wait. A peer has a fair time
+to authenticate: the number of connections allowed at once, divided by this rate."""
 ACCEPTED_TOGETHER = 16
 """Maximum number of connections that the coordinator accepts in one turn of its event loop."""
 ROOM_SECONDS = 0.005
-"""Interval between two checks for room while there are too many strangers."""
+"""Interval between two checks of whether another connection can be accepted, while too many peers have not
+authenticated."""
 PROVE_SECONDS = 5.0
 """How long a new connection may take to prove that its peer knows the token."""
 LINE_SECONDS = 1.0
-"""The shortest time between two log lines about strangers."""
+"""The shortest time between two log lines about unauthenticated peers."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 
@@ -127,7 +126,7 @@ class Door:
         self._tasks: set[asyncio.Task[None]] = set()
         self._fair_seconds = self._most / STRANGERS_A_SECOND
         self._unproved: dict[asyncio.Task[None], float] = {}
-        """Map from each unproved connection to the time at which it was accepted, oldest first."""
+        """For each connection whose peer has not authenticated, the time at which it was accepted, oldest first."""
         self._complaints = Complaints()
 
     async def serve(self) -> None:

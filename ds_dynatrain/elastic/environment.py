@@ -37,7 +37,7 @@ WATCHDOG: Mapping[str, str] = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""Values that switch off torch's NCCL watchdog, which would end a process whose peer has died, or abort on one rank
+"""Values that disable torch's NCCL watchdog, which would end a process whose peer has died, or abort on one rank
 only."""
 OF_TORCHRUN: Mapping[str, str] = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 """Values that torchrun sets by default. They do not count as set by the user."""

@@ -18,8 +18,8 @@ from ds_dynatrain.elastic.messages import Count, Report, Seconds, Switched, Swit
 MOST_POINTS = 1024
 MOST_CHANGES = 256
 LEAST_SPACING = 0.5
-"""The fewest seconds between two points. Whenever there are too many points, pairs of points are merged and the spacing
-doubles."""
+"""The minimum number of seconds between two points. Whenever there are too many points, pairs of points are merged and
+the spacing doubles."""
 PAUSE_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds, in seconds, of the histogram's buckets for pauses."""
 

@@ -20,16 +20,16 @@ STANDSTILL = 2
 """The world is at a standstill once no member has taken a step or entered a generation for this multiple of
 `silent_seconds`."""
 RAREST = 12
-"""The longest interval between probes, as a multiple of `silent_seconds`. It applies if all hosts reach each other and
-the standstill has another reason, such as an evaluation."""
+"""The longest interval between connection tests, as a multiple of `silent_seconds`. It applies if all hosts reach each
+other and the standstill has another reason, such as an evaluation."""
 FAILURES = 2
 """Number of consecutive failures in each direction after which two hosts count as disconnected; fewer failures may be
 packet loss."""
 MOST_LINKS = 1 << 16
 """The maximum number of pairs of hosts whose failures are remembered; the oldest are forgotten."""
 MOST_BRANCHES = 10_000
-"""The maximum number of branches in the search for the largest set. Beyond this limit the result is large, but maybe
-not the largest."""
+"""The maximum number of branches in the search for the largest set. Beyond this limit the result is large, but may not
+be the largest."""
 
 
 class HostLinks:

@@ -47,7 +47,7 @@ HANG_STEPS = 10
 """The job ends if two collectives hang within this many steps of each other."""
 REMEMBERED_CHANGES = 20
 REMEMBERED_GONE = 16_384
-"""The maximum number of given-up members that are remembered and refused; the oldest are forgotten."""
+"""The maximum number of lost members that are remembered and refused; the oldest are forgotten."""
 QUIET_BEATS = 3
 """Number of missed heartbeats after which a member counts as quiet; see `_is_cut_off`."""
 
@@ -84,7 +84,7 @@ class MembershipStateMachine:
         """Whether this coordinator started the current job, rather than taking it over from members of an earlier
         one."""
         self._newest = 0
-        """The highest generation number that this coordinator has published or taken over."""
+        """The highest generation number that this coordinator has published or adopted from an earlier coordinator."""
         self._gone: dict[str, str] = {}
         self._done: set[str] = set()
         """Members of the current world whose scripts have ended. Such a script counts as successful unless its agent
@@ -100,14 +100,15 @@ class MembershipStateMachine:
         """Whether the failure in `_breach` is a collective that hung, how many collectives have hung in a row, and the
         step at which the last one hung."""
         self._mute: dict[str, list[float]] = {}
-        """Map from each mute member to the times at which generations failed without a word from it. Other members
-        reported the failure; this member reported neither the failure nor that it had entered."""
+        """For each mute member, the times at which generations failed without any report from that member. Other
+        members reported the failure; a mute member reported neither the failure nor that it had entered."""
         self._decide_at: float | None = None
         self._advanced = now
         self._held_at = now
-        """The last time at which so many members were silent that the coordinator's own link was at fault."""
+        """The last time at which so many members were silent that the coordinator's own network link was at fault."""
         self._missed: dict[str, Missed] = {}
-        """Members that were given up for silence and may still come back, keyed by member id."""
+        """Members that were declared lost because they were silent, and that may still come back, keyed by member
+        id."""
         self._back: dict[str, Missed] = {}
         """Members that have come back but are not listed in the current generation, keyed by member id."""
         self._published: Publish | None = None

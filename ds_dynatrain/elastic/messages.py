@@ -42,7 +42,7 @@ from ds_dynatrain.errors import MessageError
 PROTOCOL = 10
 """Version of the protocol; both ends must have the same one."""
 LARGEST_GREETING = 4 * 1024
-"""The maximum size in bytes of a message from a peer that has not yet proved the token."""
+"""The maximum size in bytes of a message from a peer that has not yet proved that it knows the token."""
 LARGEST_ANSWER = 256 * 1024
 """The maximum size in bytes of a message from a worker: enough for the longest `Shown`, whatever its characters are."""
 LARGEST_MESSAGE = 16 * 1024 * 1024
@@ -138,7 +138,7 @@ class Announce(WireRecord):
 Engines = Literal["none", "building", "built"]
 """Stages of building engines, in this order; a worker never goes back to an earlier one."""
 Protected = Literal["", "no", "yes"]
-"""Whether other members keep copies of the state that one member alone holds; empty if copying is switched off."""
+"""Whether other members keep copies of the state that only one member holds; "" if members keep no copies."""
 
 
 class Tally(WireRecord):

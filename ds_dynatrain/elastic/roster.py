@@ -49,7 +49,7 @@ class Finish:
 
 
 Effect = Publish | GiveUpMember | ProbeMembers | Finish
-"""Any effect of the membership's decisions, for the coordinator to carry out, because it holds the connections."""
+"""Any action that the membership decides on. The coordinator carries actions out, because it holds the connections."""
 
 
 @dataclass

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from ds_dynatrain.errors import ConfigError
 
 ORPHAN_SECONDS = 30.0
-"""How long a member continues without a coordinator. If the network between the two is cut, the coordinator gives the
-member up within this time."""
+"""How long a member continues without a coordinator. If the network between the two is cut, the coordinator declares
+the member lost within this time."""
 
 
 @dataclass(frozen=True)

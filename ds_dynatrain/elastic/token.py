@@ -28,13 +28,13 @@ from ds_dynatrain.errors import ConfigError, ElasticError
 STATE = "XDG_STATE_HOME"
 """Environment variable that names the user's folder for program state; the default folder is `~/.local/state`."""
 SHORTEST_TOKEN = 16
-"""The fewest characters that a token may have; `openssl rand -hex 32` gives 64."""
+"""The minimum number of characters of a token; `openssl rand -hex 32` gives 64."""
 
 NAME_ONE = "make one (openssl rand -hex 32), and name its file in DYNATRAIN_TOKEN_FILE"
 READERS = "readers"
 """Name of the file with a user's own token for readers."""
 DEFAULT_ADDRESS, OFF = "127.0.0.1:0", "off"
-"""The port for readers if none is given, and the word for none."""
+"""The address at which people can watch a job if none is given, and the word that disables this."""
 
 logger = logging.getLogger("ds_dynatrain.elastic")
 

@@ -31,15 +31,15 @@ State = Literal["waiting", "running", "changing", "standing", "paused", "lost", 
 STATES: tuple[State, ...] = get_args(State)
 LEAST_QUIET_SECONDS = 10.0
 QUIET_STEPS = 5.0
-"""A job is in state "standing" if the time since its last step exceeds both `LEAST_QUIET_SECONDS` and this many times
-the usual duration of a step."""
+"""A job is in state "standing" if the time since its last step exceeds both `LEAST_QUIET_SECONDS` and this multiple of
+the usual step time."""
 MOST_NAMED = 5
 REPORTED = {"entered", "step", "layout", "pause_ms", "protected", "waits_for", "figures"}
 """Fields of a member's report that the status also shows."""
 FRESH_SECONDS = 0.5
 """The shortest time in seconds between two values of a feed, independent of the number of readers."""
 REST = 20.0
-"""The shortest time between two values of a feed, as a multiple of the time that it took to make the last value."""
+"""The shortest time between two values of a feed, as a multiple of the time that making the last value has taken."""
 PATIENCE_SECONDS = 2.0
 """How long a reader waits for a fresh value before it gets the previous one."""
 

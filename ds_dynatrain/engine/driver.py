@@ -92,7 +92,8 @@ class Driver:
         self._said = ""
         self._own_error: BaseException | None = None
         self._before: Context | None = None
-        """Context that the engine had before a late change of members; None unless such a change is under way."""
+        """The engine's surroundings before a late change of members (optimizer state is still in transit); None if
+        there is no such change."""
 
     @property
     def elastic(self) -> Elastic:

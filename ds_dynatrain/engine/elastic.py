@@ -71,7 +71,7 @@ class Elastic(Membership):
         self.is_newcomer, self.engine_count = False, 1
         self.restores = False
         self.ending = ""
-        """Reason to end the job on all members, because collectives hang again and again; "" if there is none."""
+        """Reason to end the job on all members, because collectives hang repeatedly; "" if there is none."""
         self._training: frozenset[str] = frozenset()
         self._is_in_window = False
         self._aborted_at = 0

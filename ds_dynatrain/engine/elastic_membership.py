@@ -51,15 +51,16 @@ WAIT_SECONDS = 0.02
 FIGURES_SECONDS = 1.0
 """The shortest time between two readings of figures for people. Reading a loss waits for the device."""
 MEET_SECONDS = 1.0
-"""Time that a member waits at a boundary for the others, before it trains on, if all members were asked to leave."""
+"""Time for which a member waits for the others between two steps, before it continues training, if all members were
+asked to leave."""
 MOST_TRIES = 3
-"""Most attempts at one step by the same members. If all fail although no member has died, the script or the network is
-at fault."""
+"""Maximum number of attempts at one step with the same members. If all of them fail although no member has died, the
+script or the network is at fault."""
 GLOO_SOURCE = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
 """Pattern of the file and line in gloo's source code that begin its error messages."""
 SPARE = 1000
-"""Number of discarded batches that a loop may take in one round (see `Rounds`), in addition to twice the maximum of any
-earlier round."""
+"""Number of discarded batches that a script may take in one round (see `Rounds`), in addition to twice the maximum of
+any earlier round."""
 
 
 class ElasticMembership(Elastic):
@@ -68,7 +69,7 @@ class ElasticMembership(Elastic):
     def __init__(self, place: WorkerPlace, settings: DynatrainConfig) -> None:
         super().__init__(place, settings)
         self._first = weakref.WeakSet[GroupStatus]()
-        """Statuses of the worlds in which engines are being made."""
+        """Objects that record failures of process groups, for the worlds in which engines are being made."""
         self._abort: threading.Thread | None = None
         self._driver = Driver(self, self._leave)
         self._clock, self._rounds, self._place = Clock(), Rounds(), ""
@@ -76,10 +77,10 @@ class ElasticMembership(Elastic):
         """The newest figures for people, and when they were read."""
         self._jobs: list[Job] = []
         self._must_stay: dict[str, int] = {}
-        """Map from each node that the coordinator refused to send home to the generation of the refusal. In a later
-        generation the node may be released."""
+        """For each node that the coordinator refused to release, the generation of the refusal. In a later generation
+        the node may be released."""
         self._is_in_call = False
-        """Whether one of DeepSpeed's calls is under way. A pipeline reads its samples within such a call."""
+        """Whether one of DeepSpeed's calls is in progress. A pipeline reads its samples within such a call."""
         self._failed: tuple[tuple[tuple[int, ...], tuple[str, ...]], int] = (((), ()), 0)
         """The last failed attempt (the step of each engine, and the members), and how often it has failed."""
 

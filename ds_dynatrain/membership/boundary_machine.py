@@ -55,9 +55,9 @@ from ds_dynatrain.records import from_record, to_record
 from ds_dynatrain.space.layout import Layout
 
 Proposals = tuple[Proposal, ...]
-"""Proposals of a change, one for each engine of a process."""
+"""Proposed switches for a change of members, one for each engine of a process."""
 IN_THE_PAUSE = -1
-"""Sentinel in place of a step: communicators are made in the pause of the switch."""
+"""Sentinel used instead of a step: communicators are made only in the pause of the switch."""
 
 
 @dataclass(frozen=True)

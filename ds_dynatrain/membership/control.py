@@ -29,10 +29,11 @@ LONGEST_POLL_SECONDS = 0.005
 POLL_RANGE = 16
 """Ratio of the longest to the shortest time between two reads of the store."""
 POLLS_PER_SECOND = 30_000
-"""Most reads per second by all members that wait for the same record. The store answers some 50,000 per second."""
+"""Maximum number of reads per second by all members that wait for the same record. The store can answer about 50,000
+per second."""
 BACKOFF = 1 / 3
-"""Time until the next read, as a fraction of the time waited so far. Short waits, as in a pause, are polled often; long
-waits rarely."""
+"""Time until the next read, as a fraction of the time waited so far. Polling is thus frequent during short waits, as in
+a pause, and rare during long ones."""
 STOP_SECONDS = 0.01
 MOST_STOP_SECONDS = 0.25
 """Longest time between two checks for a reason to give up. The shortest is `STOP_SECONDS`."""
@@ -48,7 +49,8 @@ AGAIN_SECONDS = 0.1
 TAG_BYTES = 32
 """Length of an HMAC-SHA256 tag."""
 _ABSENT = "?"
-"""Text that no record has. Comparing a key with it reads the key in one message to the store, and does not wait."""
+"""Text that is never a record. Comparing a key's value with this text reads the value in one message to the store, and
+does not wait."""
 _WITH_ARRAYS = b"\x00"
 _LENGTH = 8
 _MARK = "__array__"
@@ -74,14 +76,15 @@ class Control:
         """The key-value store under this board's prefix, also for building process groups."""
         self._seal = seal
         self.teardowns = Teardowns() if teardowns is None else teardowns
-        """Threads of this process that destroy process groups. A board shares them with its clones."""
+        """Threads of this process that destroy process groups in the background. A board shares them with its
+        clones."""
         self.member = member
         self.timeout_seconds = timeout_seconds
         self.watch = watch
         """Function that raises an error once members should stop waiting on this board, such as after a death."""
         self.lost: OutcomeUnknown | None = None
-        """Error to raise on this member, which does not know a decision and must not continue training; None if it
-        knows all decisions."""
+        """Error to raise on this member because it could not read a decision and must not continue training; None if it
+        has read all decisions."""
 
     def clone(self) -> Control:
         """Return another access to the same board, which has a connection of its own.

@@ -145,7 +145,7 @@ def say_last_words(control: Control, error: BaseException | None) -> bool:
 
 
 def first_error(control: Control) -> tuple[int, str] | None:
-    """Return the member whose error has ended the job, and the error; None if no member says so soon."""
+    """Return the member whose error has ended the job, and the error; None if no member reports one in time."""
     try:
         (found,) = control.wait({control.member: FIRST_ERROR}, "", time.monotonic() + LAST_WORDS_SECONDS).values()
     except (MemberMissing, RuntimeError):  # also if the store has ended

@@ -35,7 +35,7 @@ from ds_dynatrain.membership.control import LONGEST_POLL_SECONDS, Control, pack,
 
 T = TypeVar("T")
 Join = Callable[[Any, Any], Any]
-"""Associative function that joins the values of two groups of members, in the members' order."""
+"""Associative function that combines the values of two groups of members, in the members' order."""
 Refused = Callable[[str, str], DynatrainError]
 """Function that makes the error for a refusal from the reason and the advice on what to do."""
 Differ = Callable[[int, int, Mapping[int, Any]], str]

@@ -47,7 +47,7 @@ from ds_dynatrain.transfer.weighing import mixed_odd
 
 Digests = npt.NDArray[np.uint64]
 SideDigests = dict[str, Digests]
-"""State kind -> one number per logical tensor: one member's digests of one side."""
+"""For each state kind, one number per logical tensor: the digests of the elements that one member holds."""
 Names = tuple[BufferId, ...]
 
 
@@ -199,7 +199,7 @@ def fold(digests: Digests) -> Digests:
     """Return one number (as a vector of length 1) for the digests of many tensors: their sum with an odd weight for
     each tensor.
 
-    Such folds can be added up over members in place of the digests. If one tensor's digests differ, so do the folds; if
+    Such folds can be added up over members instead of the digests. If one tensor's digests differ, so do the folds; if
     several differ, equal folds are as unlikely as two different values with equal digests. Folding twice changes
     nothing.
     """
@@ -245,7 +245,7 @@ def only(pieces: Pieces, names: Names) -> Pieces:
 SIDES = ("source", "target")
 PARTS: tuple[Literal["whole", "copies", "places"], ...] = ("whole", "copies", "places")
 Doubts = dict[str, list[int]]
-"""State kind -> numbers of tensors whose copies differ."""
+"""For each state kind, the numbers of the tensors whose copies differ."""
 _PLACES = np.uint64(1 << 32)
 """Offset that keeps the weights for `places` apart from the weights of ranks in `copies`."""
 

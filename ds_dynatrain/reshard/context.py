@@ -20,7 +20,8 @@ from ds_dynatrain.space import Layout
 from ds_dynatrain.support.axes import PIPELINE, ULYSSES, Features
 
 Boards = tuple[Control, Control]
-"""Two connections to the board of one generation: one for the main thread, one for background threads."""
+"""Two connections to the members' key-value store of one generation: one for the main thread, one for background
+threads."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ds_dynatrain.transfer import Transport, send_down
 REST = "the rest"
 """Name of the extra state of rank 0 that newcomers load; all other names are those of layers."""
 Stages = Sequence[Sequence[str]]
-"""The names of the layers of each stage."""
+"""The names of the layers in each pipeline stage."""
 
 
 @dataclass(frozen=True)

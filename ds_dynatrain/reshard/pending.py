@@ -45,7 +45,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.count = 0
-        """Number of steps since the last boundary at which a change could take effect."""
+        """Number of optimizer steps since a change could last take effect."""
         self._most, self._missed, self._obstacle = 1, 0, ""
         self._warned: set[str] = set()
 

@@ -214,7 +214,8 @@ ABANDON_SECONDS = 5.0
 MOST_ERRORS = 4
 """Maximum number of members whose errors are reported to all."""
 SIDES_SHARE = 2
-"""Divisor of the staging budget: digest tables that are made before the pause take at most budget / SIDES_SHARE."""
+"""Divisor of the staging budget: tables for digests that are made before the pause take at most budget /
+SIDES_SHARE."""
 
 
 def nothing() -> None:
@@ -580,13 +581,13 @@ def judged_readiness(found: dict[str, Any]) -> str:
 # ---- what it came to ---------------------------------------------------------------------------------------------
 
 ACKNOWLEDGED = "acknowledged"
-"""Step of a switch's session in which members report that they have read the commit."""
+"""Name of the step in which members report that they have read the decision to commit a switch."""
 NO_MOVES = TransferStats(0, 0, 0, 0, 0.0, 0.0, 0.0)
 SUMS = frozenset({"bytes_kept", "bytes_local", "bytes_sent", "bytes_minimum", "late_bytes"})
-"""Names of measurements that are summed over all members; for all others the event has the maximum."""
+"""Names of measurements that are summed over all members; of all other measurements the event has the maximum."""
 
 UNKNOWN = -1
-"""Measurement that this member has not made."""
+"""Sentinel for a measurement that this member has not made."""
 
 
 @dataclass

@@ -26,14 +26,12 @@ from ds_dynatrain.transfer import Transport
 
 TAG = 3
 NAMED = 3
-"""Maximum number of tensors that a message names; it only counts the others."""
+"""Maximum number of tensors that a message names. Further tensors are only counted."""
 
 
 Distances = dict[str, dict[str, float]]
-"""State kind -> tensor name -> the largest difference between a rank's values and the owner's.
-
-The difference is a fraction of the owner's largest value.
-"""
+"""For each state kind and tensor name, the largest difference between a rank's values and the owner's, as a fraction of
+the owner's largest absolute value."""
 
 
 @dataclass(frozen=True, eq=False)

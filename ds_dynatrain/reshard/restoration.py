@@ -151,7 +151,7 @@ class StateSource:
 
 
 Opener = Callable[[], AbstractContextManager[StateSource]]
-"""Function that opens a source. It is called within the vote, so it may fail."""
+"""Function that opens a source of state. Called in the voted part of a restoration, so it may fail."""
 
 
 class Restoration:

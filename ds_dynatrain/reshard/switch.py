@@ -204,7 +204,8 @@ class Transaction:
         self.source: Buffers = {}
         self.target: Buffers = {}
         self.carried: dict[str, Any] = {}
-        """Record of rank 0's extra state: shared; kinds."""
+        """Record received from rank 0: its extra state that must be equal on all members ("shared"), and its state
+        kinds ("kinds")."""
         self.kinds: tuple[str, ...] = ()
         """State kinds that exist now."""
         self.proved_at_once: tuple[str, ...] = ()
@@ -212,9 +213,9 @@ class Transaction:
         self.new_streams: streams.Streams | None = None
         self.digests: dict[str, SideDigests] = {"source": {}, "target": {}}
         self.shares: dict[str, Shares | None] = {}
-        """This member's part of the digests of both sides."""
+        """This member's weighted digests before and after the switch."""
         self.kept_share: SideDigests = {}
-        """Digests of the part of the source that lies in buffers that the next layout reuses."""
+        """Digests of the part of the old state that lies in buffers that the next layout reuses."""
         self.digest = ""
         self.interrupt: BaseException | None = None
         kind = "part" if is_part else "entered" if proposal.late else "record"

@@ -37,10 +37,8 @@ LONGEST_POLL_SECONDS = 0.05
 GROWTH = 1.1
 SAID_AFTER_SECONDS = 10.0
 LONGEST_SECONDS = 1800.0
-"""Longest wait for another member, equal to the timeout of training's collectives.
-
-A member that takes longer has stopped.
-"""
+"""Longest wait for another member, equal to the timeout of training's collectives. A member that takes longer counts as
+stopped."""
 
 
 class SyncPoints:

@@ -20,7 +20,8 @@ from ds_dynatrain.transfer.stream import MessageOutline, Parcel
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 BUNDLE_BYTES = 64 * 1024 * 1024
-"""Most bytes that one member sends another in a batch; large enough to make the overhead of a batch negligible."""
+"""Maximum number of bytes that one member sends to another in a batch; large enough to make the overhead of a batch
+negligible."""
 READY = 4
 """Tag of the message with which a member announces that it is ready for its batches."""
 

@@ -24,12 +24,13 @@ from ds_dynatrain.space.interval import Ints, expand
 from ds_dynatrain.transfer.weighing import BLOCK_BYTES, BLOCK_UNITS, SLICES, WORD_BYTES, UInt64s, factors, tables
 
 MANY_RUNS = 4096
-"""Number of runs from which a table is kept on the device. A smaller table stays on the host, because sending it takes
-less time than updating it on the device."""
+"""Minimum number of byte ranges for which a table is kept on the device. A smaller table stays on the host, because
+sending it takes less time than updating it on the device."""
 WALK = 32
-"""Most blocks per program; small enough that there are programs for all processors of a device."""
+"""Maximum number of blocks per kernel program; small enough that there are programs for all processors of a device."""
 DEVICE_BLOCKS = 256
-"""Blocks that torch's arithmetic processes at once (32 MiB of values, about three times as much in temporaries)."""
+"""Number of blocks that torch's arithmetic processes at once (32 MiB of values, and about three times as much in
+temporaries)."""
 _MASK = (1 << 64) - 1
 
 

@@ -27,7 +27,7 @@ from ds_dynatrain.transfer.transport import MESSAGE_BYTES, Handle, Transport, ca
 
 MINIMUM_BUDGET_BYTES = 64 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Longest staged message, in bytes; with all slots of both directions in use, staging takes 32 MiB."""
+"""Maximum size of a staged message, in bytes. With all slots of both directions in use, staging takes 32 MiB."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from ds_dynatrain.transfer.device_memory import MemoryProbe
 from ds_dynatrain.transfer.transport import Handle, Transport, bytes_of
 
 MOST_BYTES = 1 << 30
-"""Most bytes per read; one system call transfers at most 2^31 - 1."""
+"""Maximum number of bytes per read. One system call transfers at most 2^31 - 1."""
 PR_SET_PTRACER = 0x59616D61
 ANYBODY, NOBODY = -1, 0
 """Values that permit all processes of the same user, or none, to read. From <linux/prctl.h>."""

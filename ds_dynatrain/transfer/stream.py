@@ -23,9 +23,10 @@ from ds_dynatrain.transfer.series import Matrix
 from ds_dynatrain.transfer.transport import Handle, Transport
 
 SLOTS = 4
-"""Most staged messages in flight per direction; enough to overlap packing, transport and unpacking."""
+"""Maximum number of staged messages in transit per direction; enough to overlap packing, transport and unpacking."""
 DIRECT_BYTES = 256 * 1024
-"""Shortest row that is not packed, in bytes: from this size on, a separate message costs less than two copies."""
+"""Minimum size of a row that is not packed, in bytes. From this size on, a separate message costs less than two
+copies."""
 
 
 class Part(NamedTuple):

@@ -26,9 +26,10 @@ T = TypeVar("T")
 Landing = tuple[torch.Tensor, torch.Tensor] | None
 """A tensor on an accelerator, and the host memory from which to fill it; None for a tensor in host memory."""
 MESSAGE_BYTES = 1 << 30
-"""Longest message in bytes; longer tensors are split, because some system calls take at most 2^31 - 1 bytes."""
+"""Maximum size of a message in bytes. Longer tensors are split, because some system calls take at most 2^31 - 1
+bytes."""
 MINIMUM_WAIT_SECONDS = 0.001
-"""Shortest timeout. Gloo counts whole milliseconds, and zero means no limit."""
+"""Minimum timeout. Gloo counts whole milliseconds, and takes zero for no limit."""
 ROUNDING_SECONDS = 0.005
 """A failure within this time before the deadline counts as a timeout."""
 LOOK_SECONDS = 0.25

@@ -28,7 +28,8 @@ BLOCK_UNITS = 16384
 half of a 1 MiB L2 cache free."""
 BLOCK_BYTES = BLOCK_UNITS * UNIT_BYTES
 WORD_BYTES, SLICES = 4, 16
-"""Bytes per read on accelerators (half a unit), and number of slices of a block; a kernel program reads one slice."""
+"""Number of bytes per read on accelerators (half a unit), and number of slices of a block. A kernel program reads one
+slice."""
 SPREAD_BYTES = 8 * BLOCK_BYTES
 """Size in bytes of the scratch memory in which numpy places runs at their distances in the tensor."""
 

@@ -184,7 +184,7 @@ def _chosen(engine: EngineCore, goal: Goal, find: Callable[[], Path]) -> Path:
 # ---- the state from which a job starts -------------------------------------------------------------------------------
 
 Load = Callable[[Path, str, CheckpointPart], Restored]
-"""Function (folder, tag, part) that loads a checkpoint the way `engine.load` does."""
+"""Function (folder, tag, part) that loads a checkpoint in the same way as `engine.load`."""
 
 
 def first_state(engine: EngineCore, load: Load) -> Restored | None:

@@ -44,7 +44,7 @@ from ds_dynatrain.reshard.swap import check_census
 from ds_dynatrain.space import Layout, VirtualParameterSpace
 
 SAVING = "saving"
-"""Reason for waiting that a member's status shows during a save."""
+"""What a member's status says that the member is doing during a save."""
 
 
 def ask(session: Session, engine: EngineCore, path: Path, tag: str | None, in_the_way: str) -> None:

@@ -57,7 +57,7 @@ class CheckpointPart(NamedTuple):
 
 
 ALL = CheckpointPart()
-"""All of a checkpoint's state, which `engine.load` requests."""
+"""The whole checkpoint, which is the part that `engine.load` requests."""
 
 
 class FromCheckpoint(StateSource):

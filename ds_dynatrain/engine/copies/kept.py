@@ -76,7 +76,7 @@ class Kept:
         self.since: tuple[int, ...] = ()
         self._places = _Place(), _Place()
         self.whole: Mark | None = None
-        """Mark of the newest copies that are known to be whole on all members. Copies in the other slot may be
+        """Mark of the newest copies that are known to be complete on all members. The other set of copies may be
         overwritten."""
         self._open: _Place | None = None
         self._lock = threading.Lock()
