@@ -47,7 +47,7 @@ class Regrouping:
 
     @property
     def origins(self) -> list[int]:
-        """For each new group, the number of the existing group that it continues or copies."""
+        """Numbers of the existing groups that the new groups continue or copy, one for each new group."""
         return [group.origin for group in self.groups]
 
     def to_json(self) -> dict[str, Any]:
