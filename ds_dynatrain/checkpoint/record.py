@@ -1,7 +1,7 @@
 """`checkpoint.json`: the description of a checkpoint, its state outside tensors, and checksums of its small files.
 
-A version has two numbers. Readers refuse a checkpoint if the first number differs. They accept a later second number,
-and ignore unknown keys, files, and columns after the known ones.
+A version has two numbers. Readers refuse a checkpoint whose first number differs from their own. They accept a higher
+second number, and ignore unknown keys, files, and columns after the known ones.
 """
 
 from __future__ import annotations

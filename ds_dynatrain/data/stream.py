@@ -115,7 +115,7 @@ class SampleStream:
         self._epoch, self._loaded = cursor.epoch, None
 
     def hash_before(self, cursor: Cursor, size: int) -> int | None:
-        """Return a hash of the global batch before `cursor`; None at the start of a pass, and if it is not kept."""
+        """Return a hash of the global batch before `cursor`; None at the start of a pass, or if it was not kept."""
         start = cursor.step * size
         if self._loaded is not None and self._loaded[0] == cursor:
             return self._loaded[1]

@@ -1,6 +1,6 @@
 """The web page: one document that contains everything it needs and sends requests only to this server.
 
-`static/` has its parts. uPlot is unchanged from npm (`npm pack uplot@1.6.32`), with its licence beside it.
+`static/` holds the parts of the page. uPlot is an unmodified copy from npm (`npm pack uplot@1.6.32`), with its licence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The monitoring server: answers GET requests for four paths, each in its own thread, from a view that the coordinator
 makes.
 
-Each reader has a few seconds and a few kilobytes, and only a few are served at a time. A slow or hostile reader loses
-its own connection, and never delays the coordinator.
+A request may take only a few seconds and a few kilobytes, and only a few readers are served at a time. A slow or
+hostile reader loses its own connection, and never delays the coordinator.
 """
 
 from __future__ import annotations

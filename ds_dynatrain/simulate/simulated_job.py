@@ -154,7 +154,7 @@ class SimulatedJob:
     def best(self, ready: Iterable[int], speeds: Mapping[int, float]) -> SimulatedWorld | None:
         """Return the world with the fastest step, as this library's scheduler (`"layouts": "best"`) chooses it.
 
-        Returns None if there are too few members, or if nothing fits into their memory.
+        Returns None if there are too few members, or if no layout fits into their memory.
         """
         among = tuple(ready)[: self.most]
         if len(among) < self.least:

@@ -60,7 +60,7 @@ class Finding:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on the key, which follows from its row, its value and its refusal."""
+        """The verdict on the key (whether it works), which follows from its row, its value and its refusal."""
         if self.refusal is not None:
             return Verdict.AT_START
         return Verdict.WORKS if self.is_off or self.row is None else self.row.verdict

@@ -1,8 +1,8 @@
 """`send`: one update of a receiver's weights, with a version, a proof of coverage and the digests of what was sent.
 
-All ranks of the trainer's world call `send`. They agree on a version by one small collective. The receiver class then
-moves the weights. A second collective adds up how many elements of each tensor were sent, and their digests. Only after
-that does a receiver use the new weights. A rank that fails reports this in the second collective, and all ranks raise.
+All ranks of the trainer's world call `send`. They agree on a version in one small collective. The receiver class then
+moves the weights. A second collective adds up how many elements of each tensor were sent, and their digests. Receivers
+use the new weights only after that. A rank that fails reports this in the second collective, and all ranks raise.
 """
 
 from __future__ import annotations
