@@ -55,9 +55,10 @@ class WorldSockets:
             self._before, _here.building = None, outer
 
     def abort(self) -> int:
-        """Shut down all sockets of the world, and return how many were open.
+        """Shut down all sockets of the world, and return how many of them were open.
 
-        Blocked collectives raise RuntimeError; a group under construction raises DistError.
+        Collectives that are blocked on them raise RuntimeError, and a process group that is being built raises
+        DistError.
         """
         mine = dict(self._built)
         before = self._before

@@ -1,7 +1,7 @@
-"""The coordinator: serves a job's membership over a socket.
+"""The coordinator: a server that decides which processes train together in a job.
 
-Each peer has its own task that reads its messages. A faulty peer (slow, malformed, too long, silent, unknown) loses its
-connection, and nothing else is affected. Another task keeps the time and carries out the decisions of the membership.
+Each peer has its own task that reads its messages. A faulty peer (slow, silent, unknown, or with malformed or oversized
+messages) loses its connection, and nothing else is affected. Another task keeps the time and carries out the decisions.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Coordinator:
         return len(self._workers) + len(self._agents)
 
     def view(self) -> View:
-        """Return the view of the job for the web page and the metrics. Called on the serving thread."""
+        """Return everything that the web page and the metrics show of the job. Called on the serving thread."""
         now = time.monotonic()
         return view(self._status(now), self.history, now, time.time())
 

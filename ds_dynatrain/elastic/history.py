@@ -244,7 +244,7 @@ class Counts:
     """Number of pauses in each bucket of `PAUSE_BUCKETS`; the last entry counts pauses longer than every bucket."""
     pause_seconds: float = 0.0
     saved_member_seconds: float = 0.0
-    """The value that rank 0 reported last; see `Tally`."""
+    """The value of `Tally.saved_member_seconds` that rank 0 reported last."""
     phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 

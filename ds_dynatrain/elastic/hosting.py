@@ -1,8 +1,8 @@
-"""A coordinator with its store, run in a thread of an agent or as the only work of a command.
+"""A coordinator together with its store, either in a thread of an agent or as the only work of a command.
 
-The coordinator answers before torch is imported, because that import takes seconds on a busy machine and members should
-not wait long for a restarted coordinator. The store's socket already listens during the import; its clients are served
-afterwards.
+The coordinator accepts connections before torch is imported, because that import takes seconds on a busy machine and
+members should not wait long for a restarted coordinator. The store's socket already listens during the import; its
+clients are served afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hosts of a job that cannot reach each other, and the largest set of nodes that can.
+"""Hosts of a job that cannot reach each other, and the largest set of nodes that can reach each other.
 
 This is the coordinator's side, without sockets and without a clock. When no member has taken a step for a while,
 members try to connect to each other (`reach`), and their results are collected here. A host is identified by the

@@ -93,7 +93,7 @@ def stands_at() -> str:
 
 
 def is_in(modules: tuple[str, ...]) -> bool:
-    """Return whether the main thread is inside a call of one of these modules."""
+    """Return whether the main thread is executing a call into one of these modules."""
     frame = _frame()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(modules):

@@ -275,7 +275,7 @@ class Member:
             raise JobFinished("the job has finished" if self.is_finished else f"{self.id} was told to leave")
 
     def store(self, prefix: str, seconds: float) -> Store:
-        """Return the job's key-value store, over a new connection, for keys below a prefix.
+        """Open a new connection to the job's key-value store, and return it. All its keys get a prefix.
 
         seconds: the longest time that a call on the store waits.
         """

@@ -67,7 +67,8 @@ class Missed:
 
 
 class MembershipStateMachine:
-    """State machine of a job's membership. In all methods `now` is the time in seconds by one monotonic clock."""
+    """State machine that decides which processes of a job train together. In all methods `now` is the time in seconds
+    by one monotonic clock."""
 
     def __init__(self, settings: Settings, term: str, now: float) -> None:
         self.settings = settings
@@ -446,7 +447,7 @@ class MembershipStateMachine:
         return self._recovery is not None
 
     def _may_recall(self, world: Generation, now: float) -> bool:
-        """Return whether a world from before the coordinator's restart can still be taken over.
+        """Return whether a world from before the coordinator's restart can still be adopted.
 
         This is also possible if this coordinator has started a new job by mistake: for a while, members of the earlier
         job may be alive and hold more state.
@@ -619,7 +620,7 @@ class MembershipStateMachine:
 
     @property
     def _is_lacking(self) -> bool:
-        """Whether the current generation has too few members for any layout, as a member has reported."""
+        """Whether a member has reported that the current generation has too few members for any layout."""
         there = self._present(self._world.everyone).values()
         return any(said.lacking == self._world.generation for said in there)
 

@@ -74,7 +74,8 @@ Phase = Literal["warming", "waiting", "building", "working", "leaving"]
 
 
 class Challenge(WireRecord):
-    """First message of the coordinator: its protocol version, and its random number for the keys of this connection."""
+    """First message of the coordinator on a connection: its protocol version, and its random number, from which the
+    keys of the connection are derived."""
 
     kind: Literal["challenge"] = "challenge"
     version: int
@@ -149,7 +150,7 @@ class Tally(WireRecord):
     """
 
     steps: Count = 0
-    """Optimizer steps in which the worker has taken part, including those repeated after a death."""
+    """Number of optimizer steps in which the worker has taken part, including those repeated after a death."""
     samples: Count = 0
     """Number of samples before the current step, over all ranks, since the start of the job."""
     stepping_seconds: Seconds = 0.0
@@ -328,7 +329,7 @@ class Leave(WireRecord):
 
 
 class Probe(WireRecord):
-    """Question to a worker: to which of these addresses of other workers can it connect?"""
+    """Question to a worker: to which of the given addresses of other workers can it connect?"""
 
     kind: Literal["probe"] = "probe"
     peers: Probes
@@ -393,7 +394,7 @@ class StartingNode(WireRecord):
 
     node: NodeId
     seconds: Seconds
-    """Time since the agent connected."""
+    """Seconds since the agent connected."""
 
 
 class Status(WireRecord):

@@ -105,7 +105,7 @@ class NodeRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers may use the node's store before they join. Always True."""
+        """Whether workers may use the node's own store before they join the job. Always True."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -120,7 +120,7 @@ class Roster(dict[str, RosterEntry]):
         self[entry.member] = self._nodes[node_of(entry.member)][entry.member] = entry
 
     def restore(self, entry: RosterEntry, now: float) -> None:
-        """Put back a worker that was removed and has been heard from again."""
+        """Add a worker again that was removed and has sent a message since."""
         entry.heard = now
         self._put(entry)
 

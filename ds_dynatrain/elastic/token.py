@@ -137,9 +137,10 @@ class Reading:
 
     @classmethod
     def of(cls, address: str | None, token_file: str | Path | None, job_token: str) -> Reading | None:
-        """Return the port for readers; None if the job has none.
+        """Return the port at which the job can be watched; None if the job has none.
 
-        address: HOST:PORT, or "off"; by default a free port for this machine alone, if prometheus_client is installed.
+        address: HOST:PORT, or "off"; by default a free port that only this machine can reach, if prometheus_client is
+            installed.
 
         Raises ConfigError if a given address or token file is invalid, or if the readers' token equals the job's own.
         """
@@ -167,7 +168,8 @@ class Reading:
         return cls(where, token, str(file))
 
     def listen(self) -> socket.socket:
-        """Return a listening socket. Raises ElasticError if the address is in use or belongs to another machine."""
+        """Return a socket that listens at this address. Raises ElasticError if the address is in use or belongs to
+        another machine."""
         try:
             return listen(self.address, is_guarded=True)
         except OSError as error:

@@ -96,7 +96,7 @@ class Termination:
         self._wakes = False
 
     def watch(self) -> None:
-        """Start watching. Raises ElasticError if called outside the main thread."""
+        """Start watching for SIGTERM. Raises ElasticError if called outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise ElasticError(
                 "signals can be watched from the main thread only, and this is thread "
@@ -111,7 +111,7 @@ class Termination:
         in_forked_children(self._leave_to_the_parent)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable after a signal, for polling."""
+        """Return the descriptor that becomes readable after a signal. Intended for polling."""
         return self._receiver.fileno()
 
     def read(self) -> bool:
@@ -122,7 +122,7 @@ class Termination:
             return False
 
     def wake(self) -> None:
-        """Make the descriptor readable without a signal."""
+        """Make the watcher's descriptor readable without a signal, to wake a thread that polls it."""
         self._send(b"\0")
 
     def stop(self) -> None:

@@ -49,7 +49,7 @@ class SavingEngine(LoadingEngine):
         return pending if background else pending.wait()
 
     def load(self, path: str | os.PathLike[str], tag: str | None, part: CheckpointPart) -> Restored:
-        """Load a checkpoint; see `DynatrainEngine.load`. The load uses up a generation number, as a switch does.
+        """Load a checkpoint; see `DynatrainEngine.load`. A load uses up a generation number, as a switch does.
 
         part: the part of the checkpoint to load.
         """

@@ -702,7 +702,7 @@ class DynatrainEngine(HostEngine):
         return output if parts.is_discarded else PROCESS.membership.returned(parts, output)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run DeepSpeed's forward pass between the hooks of the extensions."""
+        """Run DeepSpeed's forward pass. Hooks of the extensions run before and after it."""
         parts, module = self._parts, self.module
         note(module)
         leaves_no_trace = self._host.slot_is_borrowed and any(part.training for part in module.modules())
@@ -827,7 +827,7 @@ class DynatrainEngine(HostEngine):
         raise usage("set_train_micro_batch_size").error(f"set_train_micro_batch_size({micro_batch_size})")
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: dict[str, Callable[[int], Any]]) -> None:
-        """Set a custom curriculum the way DeepSpeed does. Call it on every process before the first batch.
+        """Set a custom curriculum as DeepSpeed does. Call it on every process before the first batch.
 
         Raises ConfigError after the first batch.
         """

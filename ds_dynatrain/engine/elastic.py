@@ -400,13 +400,13 @@ class GenerationBoards:
         return self._opened[engine]
 
     def know(self, registry: Registry) -> None:
-        """Set this member's number on all boards, according to the registry."""
+        """Set this member's number, as given by the registry, on all of these key-value stores."""
         for boards in self._opened:
             for board in boards:
                 board.member = registry.numbers[self._elastic.member.id]
 
     def adopt(self, engine: EngineCore, place: int, candidates: Candidates) -> None:
-        """Make these boards an engine's current ones.
+        """Make an engine use these key-value stores from now on.
 
         place: the engine's index in the process.
         """

@@ -99,7 +99,8 @@ class ElasticMembership(Elastic):
     # ---- begin and end of an engine ----------------------------------------------------------------------------------
 
     def refuse(self, settings: DynatrainConfig, model: nn.Module) -> None:
-        """Raise UnsupportedError for a model that is partitioned over other processes, and for lean switches."""
+        """Raise UnsupportedError for a model that is partitioned over other processes, and for switches through a
+        checkpoint ("safety": "lean")."""
         refuse_cut(model, beside=bool(self._jobs))
         if settings.safety == "lean":
             raise usage("lean switches where members come and go").error()
@@ -591,7 +592,8 @@ class ElasticMembership(Elastic):
             engine.context = Context(engine.launch, engine.candidates, *boards)
 
     def able(self, engine: EngineCore) -> tuple[int, ...]:
-        """Return the members that may get a rank: all, or only the working ones if the process has several engines."""
+        """Return the members that may get a rank: all of them or, if the process has several engines, only the working
+        ones."""
         return engine.members if PROCESS.is_shared else engine.candidates.members
 
     def vacant(self, engine: EngineCore) -> dict[str, tuple[int, ...]]:

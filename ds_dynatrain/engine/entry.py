@@ -89,7 +89,7 @@ class Entry:
         return 0 if self.world is None else self.world.generation
 
     def stop(self) -> None:
-        """Raise WorldChanged if a failure was published after the generation that is being entered."""
+        """Raise WorldChanged if a failure has been published since the generation that is being entered."""
         self.membership.stop_if_over(self.generation)
 
 
@@ -167,7 +167,8 @@ def _entered(elastic: ElasticMembership, alone: LaunchWorld, seconds: float, eng
 
 @contextmanager
 def _to_the_end_of_the_job(elastic: Elastic) -> Iterator[None]:
-    """Context manager that ends the script with SystemExit(0) if the job ends before this process has joined it."""
+    """Context manager for joining a job: if the job ends before this process has joined it, the script ends with
+    SystemExit(0)."""
     try:
         yield
     except JobFinished as end:

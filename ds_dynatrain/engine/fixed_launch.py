@@ -29,7 +29,7 @@ SEE_OFF_SECONDS = 5.0
 
 
 class FixedLaunch(Membership):
-    """Membership of a job whose generation never changes.
+    """Membership of a job whose members never change.
 
     A member learns of deaths from missing heartbeats, and a lost peer ends the job.
     """

@@ -161,7 +161,7 @@ class LoadingEngine(SwitchingEngine):
 
     @property
     def of_curricula(self) -> list[TrainLoader]:
-        """Train loaders whose order follows a curriculum."""
+        """Train loaders whose order of samples follows a curriculum."""
         return [loader for loader in self.train_loaders.values() if isinstance(loader.order, CurriculumOrder)]
 
     def together(self, name: str, call: Callable[[], T], alone: Callable[[], T]) -> T:

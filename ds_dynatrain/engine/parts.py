@@ -47,7 +47,7 @@ class EngineParts(SavingEngine):
         return self.job.extensions
 
     def extension(self, name: str) -> Any:
-        """Return the extension with this name; None if the job has none."""
+        """Return this engine's extension with a given name; None if the job has none."""
         return next((each for each in self.extensions if each.name == name), None)
 
     @property

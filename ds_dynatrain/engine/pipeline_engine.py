@@ -87,7 +87,9 @@ class PipelineFeed:
             self._at.reach_boundary()
 
     def samples(self, now: PipelinePlaces) -> Iterator[Any]:
-        """Return the iterator from which to read: the current pass, or the user's own iterator.
+        """Return the iterator from which to read samples: the current pass over a loader, or the user's own iterator.
+
+        now: the current positions of the members.
 
         Raises DataError on all members, before anything is read, if the user's iterator was given for other positions
         than the current ones.

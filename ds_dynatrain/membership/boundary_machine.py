@@ -146,7 +146,8 @@ class OwnFacts:
 
     @property
     def makes_steps(self) -> bool:
-        """Whether the working members take optimizer steps."""
+        """Whether the working members take optimizer steps. They do not while the world is aborted or the job is
+        paused."""
         return not self.is_aborted and (self.world is None or not self.world.paused)
 
     def goes_late(self, world: Generation, targets: Sequence[tuple[Layout, tuple[int, ...]]]) -> bool:
@@ -485,9 +486,9 @@ class BoundaryMachine:
         return given_up if self.world is None else [*given_up, Open(self.world)]
 
     def waits_for(self, boards: Sequence[Board]) -> str:
-        """Return a description of what this member is waiting for before its next action.
+        """Return a description of what this member waits for before its next action.
 
-        boards: as in `advance`.
+        boards: the key-value stores of the next generation, as in `advance`.
         """
         world = self.world
         if world is None:
@@ -579,7 +580,7 @@ class BoundaryMachine:
         return [Transact(place)] if meet is not None and here.step >= meet else []
 
     def _follow_switch(self, place: int, here: HeldState) -> list[Action]:
-        """Follow, as an idle member, a switch that the working members have agreed on."""
+        """Return the actions of an idle member for a switch that the working members have agreed on."""
         asked, board = here.pending, here.board
         if asked is None:
             found = board.read(f"proposal/{here.attempt + 1}")
@@ -708,8 +709,8 @@ class BoundaryMachine:
         return [LetGo()]
 
     def _go_back(self, own: OwnFacts, world: Generation) -> list[Action]:
-        """Return the actions that take all engines back to a checkpoint, because one engine has lost state; an error if
-        no checkpoint can be used."""
+        """Return the actions by which all engines return to a checkpoint, because one engine has lost state. If no
+        checkpoint can be used, return an error."""
         lost, gone = own.engines[self._lost], joint_loss(self._survivors, partial(_name, own))
         if self._leader and lost.can_restore:
             self.restores = True

@@ -106,7 +106,7 @@ class Control:
         return None if found is None else self._unpacked(key, found[0])
 
     def value(self, key: str) -> Any:
-        """Return the value under `key`, which must have been posted."""
+        """Return the value under `key`. The value must already have been posted."""
         return self._unpacked(key, self.store.get(key))
 
     def decide(self, key: str, value: Any) -> Any:
@@ -292,7 +292,7 @@ class Teardowns:
 
 
 def pack(value: Any) -> bytes:
-    """Return `value` as bytes. It must be plain JSON whose leaf values may also be one-dimensional uint64 arrays."""
+    """Convert `value` to bytes. It must be plain JSON whose leaf values may also be one-dimensional uint64 arrays."""
     parts: list[bytes] = []
     text = json.dumps(value, default=partial(_placed, parts)).encode()
     if not parts:

@@ -83,7 +83,7 @@ class VoteResult:
 
     @property
     def checkpoint_error(self) -> type[CheckpointError]:
-        """Error class to raise if the vote was on a checkpoint."""
+        """Class of the error to raise if the vote was about a checkpoint and failed."""
         return CheckpointDamaged if self.is_damaged else CheckpointError
 
     def raise_interrupt(self) -> None:
@@ -386,7 +386,7 @@ class Session:
 
 
 def ask_for_different_things(one: int, other: int, asked: Mapping[int, Any]) -> str:
-    """Return an error message that says that two members made different requests, and quotes both."""
+    """Return an error message about two members that have made different requests. It quotes both requests."""
     return f"members {one} and {other} ask for different things: {asked[one]} and {asked[other]}"
 
 

@@ -49,7 +49,8 @@ class Survivor:
 
 @dataclass(frozen=True)
 class WholeState:
-    """A whole state: a layout, the member at each of its ranks, and the step that all of these members have reached."""
+    """Description of a whole state: its layout, the member at each rank, and the step that all of these members have
+    reached."""
 
     layout: Layout
     members: tuple[int, ...]

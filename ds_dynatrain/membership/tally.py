@@ -1,4 +1,4 @@
-"""A member's reports to the coordinator: how its time was spent, boundary by boundary, and how switches ended."""
+"""A member's reports to the coordinator: how its time was spent in steps and between them, and how switches ended."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class Clock:
 
 
 def switch_message(engine: int, event: SwitchEvent) -> Switched:
-    """Return the message that reports a switch to the coordinator, with texts cut to the limits of messages.
+    """Return the message that reports a switch to the coordinator. Its texts are truncated to the maximum length in
+    messages.
 
     engine: number of the engine that switched.
     """

@@ -123,7 +123,8 @@ class EngineCore:
     old_state: OldState | None = None
     """The state that the last switch has replaced, kept until all members have acknowledged the commit."""
     own: PutAsideState | None = None
-    """State saved while other engines use the process; None if this engine has the process to itself."""
+    """This engine's process-wide state, saved while other engines use the process; None if this engine has the process
+    to itself."""
     registered: list[dict[str, Any]] = field(default_factory=list)
     """Changes of trained parameters and groups that were made in this job, in order, as plain JSON."""
     job_epoch: int = 0
@@ -183,7 +184,7 @@ class EngineCore:
 
     @property
     def control(self) -> Control:
-        """The board (the members' key-value store) of the current generation."""
+        """The key-value store ("board") through which the members of the current generation communicate."""
         return self.context.control
 
     @property
@@ -322,7 +323,7 @@ class EngineCore:
         return self._configs[layout]
 
     def batch_for(self, layout: Layout) -> BatchArithmetic:
-        """Return how a global batch is split over ranks under a layout."""
+        """Return how a global batch is divided among the ranks of a layout."""
         return dealt(self.job.batch_sizes, layout, self.job.has_stages)
 
     def agree(self, meet: Callable[[int], object] | None = None) -> None:

@@ -101,7 +101,7 @@ class Membership:
         """Record that an engine has ended. Called on all members at the same point of their scripts."""
 
     def end_script(self, engine: EngineCore) -> None:
-        """Wait, at the end of the script, for members that still need this process."""
+        """Wait, at the end of the script, until no other member needs this process any longer."""
 
     def watch(self, board: Control) -> Watch:
         """Return an object that checks whether other members' scripts have ended. In a fixed launch it also detects

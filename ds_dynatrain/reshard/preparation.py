@@ -77,7 +77,7 @@ class Ways:
     neighbors: Neighbors | None = None
     batching: Batching | None = None
     _machine: str = ""
-    """Key of the list of members on this machine."""
+    """Key, in the key-value store, of the list of members on this machine."""
     _on_machine: Sequence[int] = ()
     """Members on this machine, this one included."""
 

@@ -109,7 +109,7 @@ class StateSource:
 
     @property
     def regrouping(self) -> Regrouping | None:
-        """The change from the current parameter groups to those of the source; None if they are the same."""
+        """Change that turns the current parameter groups into those of the source; None if they are the same."""
         return None
 
     def memory(self, memory: Mapping[str, Memory]) -> dict[str, Memory]:

@@ -43,7 +43,10 @@ class Before:
 
     @staticmethod
     def of(engine: EngineCore, has_rest: bool = False) -> Before:
-        """Capture the current state of an engine, which must be between two global batches."""
+        """Capture the current state of an engine, which must be between two global batches.
+
+        has_rest: whether to include the extra state that may differ between members.
+        """
         if engine.world is None:
             raise RuntimeError("an idle member holds no state that could change")
         engine.host.settle_parameters()
@@ -108,7 +111,7 @@ class Swap:
         engine.host.attach(layout, world, engine.config_for(layout), buffers, scalars)
 
     def _back(self, before: Before) -> None:
-        """Attach the old optimizer to the old buffers, in the old world."""
+        """Attach the optimizer to the buffers that it had before the change, in the old world."""
         engine = self._engine
         install(before.world)
         engine.host.attach(before.layout, before.world, before.config, before.buffers, before.scalars)

@@ -372,7 +372,8 @@ class Transaction:
         self.kept_share = self._digest("source", self.source, self.proved_at_once)
 
     def _rebuild(self) -> None:
-        """Detach the old optimizer, install the new groups, and attach the new optimizer to the prepared memory."""
+        """Detach the optimizer from its old buffers, install the new process groups, and attach the optimizer to the
+        prepared buffers."""
         if is_accelerated():
             self.connect()
         world, before = self.preparation.world, self.before
@@ -557,7 +558,8 @@ class Transaction:
             track(world.retire_transfer() if works else drop(world))
 
     def _roll_back(self) -> None:
-        """Restore the old optimizer with its memory, the old groups and the old random streams."""
+        """Undo the switch: restore the optimizer with its old buffers, the old process groups and the old random
+        streams."""
         try:
             self._mend_communicator()
         finally:

@@ -98,7 +98,10 @@ class DeviceMemory:
         return address.value
 
     def close(self, opened: int) -> None:
-        """Unmap an allocation. opened: the address that `open` returned."""
+        """Unmap an allocation of another process.
+
+        opened: the address that `open` returned.
+        """
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(opened))
 
     def read(self, address: int, matrix: Matrix, into: torch.Tensor, place: Matrix) -> None:

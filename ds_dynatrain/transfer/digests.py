@@ -78,7 +78,7 @@ class Form(NamedTuple):
 
     @staticmethod
     def all_of(buffers: Mapping[BufferId, torch.Tensor], names: Iterable[BufferId]) -> tuple[Form, ...]:
-        """Return the forms of the named buffers. Raises TransferError if a buffer is missing."""
+        """Return the element sizes and devices of the named buffers. Raises TransferError if a buffer is missing."""
         found = []
         for name in names:
             values = _named(buffers, name)
@@ -97,7 +97,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the table takes."""
+        """Number of bytes of memory that the table takes."""
         return self.table.nbytes
 
     def digests(self, data: Sequence[torch.Tensor], tensors: int) -> UInt64s:

@@ -1,13 +1,14 @@
-"""Neighbors: members on one machine that read each other's memory, if the kernel permits it.
+"""Neighbors: members on one machine that read each other's memory, if the kernel permits this.
 
 Linux's process_vm_readv transfers bytes with a single copy and no message. The kernel permits a process to read the
-memory of another one that it may debug: any process of the same user or, where Yama restricts debugging to descendants,
-only the processes that `permit_readers` admits. The shared-memory transports of MPI libraries work in the same way.
+memory of another one that it may debug: any process of the same user or, where Yama (a Linux security module) restricts
+debugging to descendants, only the processes that `permit_readers` admits. The shared-memory transports of MPI libraries
+work in the same way.
 
 A sender offers a message in a small packet over a Unix socket. The receiver reads the bytes from the sender's memory
 and confirms when it has read all of them. Messages are matched by tag and by a number counted from 0. A neighbor is not
-trusted to be correct: lengths are checked, and the certificate of the switch verifies the values that were read, just
-as it verifies values received over a network.
+trusted to be correct: lengths are checked, and the digests that are compared in a switch also cover the values that
+were read, just as they cover values received over a network.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ STOP_SECONDS = 0.05
 
 
 class _Region(ctypes.Structure):
-    """C structure `struct iovec`: address and length of a run of bytes."""
+    """C structure `struct iovec`: address and length of a range of bytes."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 

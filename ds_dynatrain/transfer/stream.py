@@ -86,7 +86,7 @@ class Parcel:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the bytes must be packed into staging memory."""
+        """Whether the message's bytes must be packed into staging memory."""
         return len(self.matrices) > 1 or self.matrices[0].number > 1
 
 
@@ -208,7 +208,7 @@ class Stream:
 
     @property
     def is_done(self) -> bool:
-        """Whether all messages are finished."""
+        """Whether all messages have been sent or received."""
         return self._next == len(self.parcels) and not self._under_way
 
     def advance(self) -> None:

@@ -90,10 +90,10 @@ def restore(
     left_out: list[str],
     is_wanted: Callable[[str], bool] = lambda tag: True,
 ) -> Restored:
-    """Restore everything from the newest whole checkpoint in a folder, in a world that was just built.
+    """Restore everything from the newest complete checkpoint in a folder, in a world that was just built.
 
     Call it after a failure, on the main thread of every member in `members`, including members that were idle or have
-    just joined. All of them must share `engine.control`. Open accumulation windows are discarded, and loaders may be at
+    just joined. All of them must share `engine.control`. Unfinished global batches are discarded, and loaders may be at
     any position. No state of the members is used: an attached optimizer is detached, without a message to any member.
     Groups of an old world are neither used nor shut down: abort them before this call, and drop them after it.
 
@@ -106,7 +106,7 @@ def restore(
     After this call the engine is in `world`, with all state, counters, hyper-parameters, random streams and loader
     positions of the checkpoint; `engine.global_steps` has the checkpoint's step.
 
-    Raises CheckpointError on all members if no checkpoint is whole, none fits the model, or a member does not take
+    Raises CheckpointError on all members if no checkpoint is complete, none fits the model, or a member does not take
     part, and CheckpointDamaged for a damaged one, which is added to `left_out`. In this case the engine holds no state
     and no world (`engine.idle`). Raises MemberMissing if rank 0 does not take part.
     """

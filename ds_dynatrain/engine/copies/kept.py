@@ -26,7 +26,7 @@ class Room:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of host memory that are allocated."""
+        """Number of bytes of host memory that are allocated for copies."""
         return self._memory.numel()
 
     def fit(self, nbytes: int) -> torch.Tensor:
