@@ -7,7 +7,7 @@ import torch
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from ds_dynatrain.adapters.groups.device import complaint, free_bytes, is_capturing, synchronize, take_own, warm
+from ds_dynatrain.adapters.groups.device import device_error, free_bytes, is_capturing, synchronize, take_own, warm
 
 TOTAL, RESERVED, ALLOCATED = 1000, 300, 200
 
@@ -85,16 +85,16 @@ def test_the_device_is_that_of_the_process_on_its_machine(
 
 def test_a_device_that_takes_nothing_any_more(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.xpu, "is_current_stream_capturing", raising=False)
-    assert complaint() == ""
+    assert device_error() == ""
 
     def fails(device_index: int | None = None) -> None:
         raise RuntimeError("an illegal memory access was encountered\nCUDA kernel errors might be reported later")
 
     monkeypatch.setattr(accelerator, "synchronize", fails)
-    assert complaint() == "an illegal memory access was encountered"
+    assert device_error() == "an illegal memory access was encountered"
 
 
 def test_a_cpu_needs_no_warmth() -> None:
     warm()
     take_own(3)
-    assert complaint() == ""
+    assert device_error() == ""

@@ -63,7 +63,10 @@ def _tensor_as_rate(engine: Any) -> object:
 REFUSALS: dict[str, tuple[Asking, str]] = {
     "size 0": (_same(data=0), "data=0 is below 1"),
     "more than there are": (_same(data=5), r"needs 5 members and this launch has 4 processes; nearest: .*data=4"),
-    "pipe": (_same(pipe=2), "data=2 pipe=2 .*: the model has no pipe axis: it is no .*PipelineModule; nearest: data=4"),
+    "pipe": (
+        _same(pipe=2),
+        "data=2 pipe=2 .*: the model has no pipe axis: it is not a .*PipelineModule; nearest: data=4",
+    ),
     "tensor": (_same(tensor=2), "AutoTP cannot cut SmallGPT: .*choose other sizes"),
     "sequence": (_same(sequence=2), "the model has no sequence axis: it has no DistributedAttention .*nearest: data=4"),
     "another type": (lambda engine: engine.switch({"data": 4}), "is no Layout"),
