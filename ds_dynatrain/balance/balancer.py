@@ -219,9 +219,7 @@ class Balancer:
     # ---- moves -------------------------------------------------------------------------------------------------------
 
     def _follow(self, course: Course) -> None:
-        """Adopt the decisions on which all members agreed at the end of a timing window, and request the wanted move if
-        any.
-        """
+        """Adopt the decisions that all members share at the end of a timing window, and request the wanted move."""
         engine, self._course = self._engine, course
         logger.debug("balance: step %d: %s", engine.global_steps, course.why or "nothing was decided")
         if course.gain is not None and self._open is not None:

@@ -42,7 +42,7 @@ class Deal:
     micro_batches: int
 
     def __post_init__(self) -> None:
-        """Raise LayoutError if a share is below 1, or the number of micro-batches is below 1 or above all shares."""
+        """Raise LayoutError if a share is below 1, or the number of micro-batches is below 1 or above every share."""
         if not self.shares or min(self.shares) < 1:
             raise LayoutError(f"shares {self.shares}: each data index needs a sample; use fewer data ranks")
         if not 1 <= self.micro_batches <= max(self.shares):

@@ -33,10 +33,9 @@ from ds_dynatrain.space import Layout
 def suggest(
     engine: EngineParts, profile: Profile | str | Path | None, members: int | None, horizon_steps: float | None
 ) -> tuple[FittingLayout, ...]:
-    """Return the layouts with the shortest predicted steps, as `engine.suggest` does. Jobs need no `balance` block for
-    it.
+    """Return the layouts with the shortest predicted steps: the answer of `engine.suggest`.
 
-    Arguments are those of `engine.suggest`.
+    Arguments are those of `engine.suggest`. A `balance` block is not required.
     """
     own = engine.extension("balance")
     if profile is not None:

@@ -100,7 +100,7 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The result of a partition.
+    """The best boundaries of pipeline stages, as found by `partition`.
 
     boundaries: the boundaries, as in a `Layout`.
     optimum: the smallest possible seconds of the slowest stage.
@@ -111,12 +111,14 @@ class Cut:
 
 
 def partition(problem: Problem, present: Sequence[int] | None = None, slack: float = 0.0) -> Cut:
-    """Return a cut whose slowest stage takes at most (1 + slack) x the smallest possible seconds.
+    """Return boundaries of stages such that the slowest stage takes at most (1 + slack) x the least possible time.
 
-    Among these cuts, the one that moves the fewest bytes from the current boundaries (which may have any number of
-    stages) is chosen. A tie goes to the smallest sum of squared seconds, so that stages are even, then to the cut whose
-    last stage begins earliest, and so on forward. Raises LayoutError, naming the layer, the stage and the bytes, if no
-    cut fits.
+    Among these, the boundaries that move the fewest bytes are chosen. A tie goes to the smallest sum of squared
+    seconds, so that stages are even, then to the boundaries whose last stage begins earliest, and so on forward.
+
+    present: the current boundaries, with any number of stages; None if there are none, so that all layers move.
+
+    Raises LayoutError, naming the layer, the stage and the bytes, if the layers do not fit into the stages.
     """
     optimum = _optimum(problem)
     return Cut(_cheapest(problem, optimum * (1 + slack), present), optimum)

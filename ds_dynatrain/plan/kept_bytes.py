@@ -191,9 +191,9 @@ def _tensors(sides: Sides) -> tuple[Runs, Ints]:
 
 
 def _wanted(sides: Sides, kind: Kind, among: Runs) -> Iterator[tuple[Held, int]]:
-    """Yield (runs that each slot needs, sign of their bytes).
+    """Yield (runs that each slot needs, sign of their bytes in the sum).
 
-    Runs that the slot can cast from its own state are also yielded, with negative bytes, so that they cancel.
+    Runs that the slot can cast from its own state are also yielded, with a negative sign, so that they cancel.
     """
     goal = sides.target(kind.name)
     start, stop, slot = _held(goal, among)

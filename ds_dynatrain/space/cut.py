@@ -205,8 +205,8 @@ class AxisCuts:
 
     stages: the pipeline stages that hold the tensor, ascending; a tied weight has several.
     expert: how the expert axis cuts the tensor, or None if it belongs to no expert.
-    tensor: how the tensor axis cuts it, or None if all ranks of that axis hold the same elements. One of the two is
-    None: all ranks with the same expert index hold the same elements, whatever their tensor index.
+    tensor: how the tensor axis cuts it, or None if all ranks of that axis hold the same elements. It is None for an
+        expert's tensor, because all ranks with the same expert index hold the same elements of it.
     """
 
     stages: tuple[int, ...] = (0,)
@@ -227,7 +227,7 @@ NOTHING = Shard((0,), ())
 WHOLE = AxisCuts()
 
 Partition = tuple[AxisCuts, ...]
-"""One entry per logical tensor, in registration order."""
+"""The cuts of all logical tensors under a layout, in the order in which the tensors are registered."""
 Partitioner = Callable[[Layout], Partition]
 
 

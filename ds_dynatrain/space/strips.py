@@ -84,9 +84,7 @@ class Strips:
         return Hulls(self, row, strip, low, high, self.address_of(strip, low), self.address_of(strip, high - 1) + 1)
 
     def at_addresses(self, first: Ints, last: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return the coordinates whose addresses lie in the ranges [first[row], last[row]), as (row, strip, start,
-        stop).
-        """
+        """Return (row, strip, start, stop) of the coordinates whose addresses are in [first[row], last[row])."""
         order, low, high, before, count = self._by_address
         row, group, _, _ = interval.intersect(first, last, low, high)
         again, nth = interval.expand(count[group])

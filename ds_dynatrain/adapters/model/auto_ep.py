@@ -119,9 +119,7 @@ class Conversion:
         return self._expert_cuts[size]
 
     def enter_layers(self, engine: Any, layout: Layout) -> None:
-        """Give the layers with experts the current process groups and this rank's experts, even if the module has not
-        changed.
-        """
+        """Give layers with experts the current process groups and this rank's experts, even in an unchanged module."""
         index, rows = expert_index(layout), self.rows(layout)
         for name, part in engine.module.named_modules():
             if getattr(part, "_is_autoep_layer", False):
@@ -246,8 +244,7 @@ def _user_experts(name: str, held: nn.Module, path: str, spec: Any) -> Iterator[
 
 
 class ToPlaces:
-    """Router hook that replaces the number of each chosen expert with its position in the order of experts on the
-    ranks.
+    """Router hook that replaces the number of each chosen expert with the expert's position on the ranks.
 
     A layer counts tokens by the numbers that its router returns. The hook corrects the count, so that it is again a
     count per expert.

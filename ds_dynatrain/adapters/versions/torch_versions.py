@@ -59,7 +59,7 @@ NO_COLLECTIVES = frozenset(
         *("unregister_abort_hook", "unregister_pre_hook", "unregister_post_hook"),
     }
 )
-"""Methods of torch's process groups that are no collectives: they send nothing to peers, or they make, change or end a
+"""Methods of torch's process groups that are not collectives: they send nothing to peers, or they make, change or end a
 group."""
 HIDDEN_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
 COLLECTIVES = tuple(

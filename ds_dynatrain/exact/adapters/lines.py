@@ -24,7 +24,7 @@ Run = tuple[int, int]
 """A range of elements in a line (gradients that are reduced together): its first element, and the one after its last.
 """
 Span = tuple[nn.Parameter, int, int]
-"""A parameter, and the range in a line that holds its gradient: start and stop."""
+"""A parameter, and the start and stop of its gradient in a line (gradients that are reduced together)."""
 
 
 @dataclass(frozen=True)
