@@ -227,7 +227,7 @@ class Connection:
         return messages
 
     def close(self) -> None:
-        """Close the socket; a second call is harmless."""
+        """Close the socket. Calling this twice is harmless."""
         self._socket.close()
 
     def _next(self, seconds: float) -> tuple[bytes, bytes]:

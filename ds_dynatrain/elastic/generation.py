@@ -36,7 +36,7 @@ class WireRecord(BaseModel):
 
 
 class GenerationHead(WireRecord):
-    """All fields of a generation's record except the list of its members."""
+    """Record of a generation, without the list of its members."""
 
     term: Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")]
     """Id of the run of the coordinator that made the generation. Together with the generation's number it forms a key

@@ -83,7 +83,8 @@ class Challenge(WireRecord):
 
 
 class Hello(WireRecord):
-    """Answer of the peer to `Challenge`, with its own random number. `job` is "" for peers that only ask a question."""
+    """Answer of the peer to `Challenge`, with the peer's own random number. `job` is "" for peers that only ask a
+    question."""
 
     kind: Literal["hello"] = "hello"
     nonce: Nonce

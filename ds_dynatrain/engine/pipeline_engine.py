@@ -174,8 +174,8 @@ class DynatrainPipelineEngine(DynatrainEngine, PipelineHostEngine):
         return loss
 
     def _take_model_step(self, *arguments: Any) -> None:
-        """Share the loss with all ranks, and then run DeepSpeed's step. In this order, the loss of a step cannot be
-        lost by the death of a member after the step."""
+        """Send the value of the loss to all ranks, and then run DeepSpeed's step. In this order, every rank has the
+        value even if a member dies after the step."""
         self._share_loss()
         super()._take_model_step(*arguments)
 

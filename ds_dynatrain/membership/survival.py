@@ -61,8 +61,8 @@ def whole_state(survivors: Mapping[str, Survivor]) -> WholeState | None:
     """Return the whole state that the survivors hold, the newest one and with as many ranks as possible; None if they
     hold none.
 
-    Ranks of different layouts are not combined. They can occur together, because after several losses in a row only
-    some members may already be in the smaller layout.
+    Ranks of different layouts are not combined. Survivors may be in different layouts, because after several losses in
+    a row only some of them may already have entered the smaller one.
     """
     holders = [one for one in survivors.values() if one.rank is not None and one.clean]
     if not holders:

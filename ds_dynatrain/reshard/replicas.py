@@ -151,7 +151,7 @@ def distance(own: torch.Tensor, owners: torch.Tensor) -> float:
     """Return the largest difference between a replica and its owner's values, as a fraction of the owner's largest
     absolute value.
 
-    The result is infinite if a value is not finite, and huge if all of the owner's values are 0 but the replica's are
+    The result is infinite if a value is not finite. It is huge if all of the owner's values are 0 but the replica's are
     not.
     """
     if torch.equal(own, owners):

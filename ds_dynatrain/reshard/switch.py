@@ -469,8 +469,8 @@ class Transaction:
         return self._report()
 
     def _compare_carry(self, mine: dict[str, Any], when: str) -> None:
-        """Raise CertificateError if this member's extra state differs from that of rank 0, which must be equal on all
-        members.
+        """Raise CertificateError if the extra state that must be equal on all members differs between this member and
+        rank 0.
 
         when: "before" or "after" the moves, for the error.
         """

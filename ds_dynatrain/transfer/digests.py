@@ -200,7 +200,7 @@ def _named(buffers: Mapping[BufferId, torch.Tensor], name: BufferId) -> torch.Te
 
 
 def _reach(pieces: Pieces, bases: Ints) -> tuple[int, ...]:
-    """Return the number of elements that each buffer must have at least, so that it contains its pieces.
+    """Return the minimum number of elements of each buffer that is needed to contain the pieces.
 
     Raises TransferError for a piece outside the range of coordinates, or with a negative offset.
     """

@@ -154,7 +154,8 @@ class ReadyPlan:
 
 
 def _casts(read: MoveRegions, written: MoveRegions) -> list[tuple[Matrix, Matrix]]:
-    """Convert casts from bytes to elements; return them as pairs of matrices (read, written)."""
+    """Return casts as pairs of matrices (read, written) whose positions and lengths are counted in elements instead of
+    bytes."""
     found = list[tuple[Matrix, Matrix]]()
     for each in pairs(read, written):
         sizes = read.keys[each[0].which][2], written.keys[each[1].which][2]
