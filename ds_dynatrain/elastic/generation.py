@@ -57,8 +57,8 @@ class GenerationHead(WireRecord):
     lost: Members = ()
     """Members of the previous world that are dead."""
     broken: Annotated[int, Field(ge=0)] = 0
-    """The newest generation that was known when a collective failed or a leaving member died before its state was
-    handed over; 0 if neither ever happened.
+    """The newest generation that was known when a collective failed or the handing over of state was interrupted; 0 if
+    neither ever happened.
 
     No member continues to train in that generation or an earlier one, whatever else this record says.
     """

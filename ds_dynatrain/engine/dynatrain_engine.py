@@ -210,7 +210,7 @@ class DynatrainEngine(HostEngine):
 
     @property
     def exact(self) -> Any:
-        """Record of the newest steps of an exact (bitwise reproducible) job, such as `engine.exact.digest`; None
+        """Records of the newest steps of an exact (bitwise reproducible) job, such as `engine.exact.digest`; None
         without `dynatrain.exact`."""
         return getattr(self._parts.extension("exact"), "steps", None)
 

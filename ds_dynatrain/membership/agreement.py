@@ -86,7 +86,7 @@ def meet(session: Session, proposal: Proposal, step: int, place: str, carry: Any
     """Wait until all members have reached the step of the switch, check that all use the same data loader and are at
     the same step, and return a record from rank 0.
 
-    place: the loader whose batches this member is reading.
+    place: the loader or call at which the script of this member is.
     carry: on rank 0, the record for all other members.
 
     Raises MemberMissing if members do not come in time, and SwitchRefused if a member is at another step or loader.

@@ -200,7 +200,7 @@ class Session:
         self.board.post(f"{self.key}/{step}/{self.board.member}", mine)
 
     def said_by(self, member: int, step: str, doing: str) -> Any:
-        """Wait for the value that a member posts with `say`, and return it.
+        """Wait until a member posts a value with `say`, and return the value.
 
         doing: what is waited for, for error messages.
         """

@@ -22,8 +22,8 @@ Needs = Mapping[tuple[int, str], int]
 
 
 def check_combination(features: axes.Features, target: Layout, processes: int) -> None:
-    """Raise SwitchRefused if DeepSpeed cannot train a model with these features in the axes and ZeRO stage of a
-    layout."""
+    """Raise SwitchRefused if DeepSpeed cannot train a model with these features in a layout, because of the layout's
+    axes or ZeRO stage."""
     found = axes.refusal(features, target, processes)
     if found is not None:
         raise SwitchRefused(found.why, found.instead)

@@ -161,6 +161,6 @@ class Adoption:
 
 
 def require_as(model: ModelMap) -> None:
-    """Set every parameter's `requires_grad` to its registered value."""
+    """Set `requires_grad` of every parameter to the value that is recorded in `model`."""
     for parameter, flag in zip(model.parameters, model.requires_grad, strict=True):
         parameter.requires_grad_(flag)

@@ -82,7 +82,7 @@ from ds_dynatrain.transfer import DeviceLink, ReadyPlan, TransferStats, Transpor
 def meet(session: Session, engine: EngineCore, preparation: Preparation, place: str, carry: Any = None) -> Any:
     """Wait until all members are prepared and have reached the step of the switch; return a record from rank 0.
 
-    place: the loader whose batches this member is reading.
+    place: the loader or call at which the script of this member is.
     carry: on rank 0, the record for all other members.
 
     Raises SwitchFailed if a member could not be prepared.
@@ -176,7 +176,7 @@ class Transaction:
     Call `vote` between two steps, and then `conclude`. For a late switch (optimizer state moves during the next global
     batch) call `enter` between two steps, and then `settle` before the next optimizer step.
 
-    place: the loader whose batches this member is reading.
+    place: the loader or call at which the script of this member is.
     is_part: whether this is one of several engines in the process, for which the caller makes one decision.
     interrupt: an exception to raise after `conclude`; None if there is none.
     begin: the start of the switch, from `time.perf_counter()`.

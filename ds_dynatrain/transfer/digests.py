@@ -218,8 +218,8 @@ def _reach(pieces: Pieces, bases: Ints) -> tuple[int, ...]:
 
 
 def _cut_at_tensors(pieces: Pieces, bases: Ints) -> Ints:
-    """Cut pieces at the boundaries between tensors; return a table with the rows tensor, index of the first element in
-    the tensor, length, buffer and offset in the buffer, and one column per part."""
+    """Cut pieces at the boundaries between tensors. Return an array with one column per part; its rows are the tensor,
+    the index of the part's first element in the tensor, the length, the buffer, and the offset in the buffer."""
     tensor, part = split_by_tensor(bases, pieces)
     return np.stack([tensor, part.start - bases[tensor], part.stop - part.start, part.buffer, part.offset])
 
