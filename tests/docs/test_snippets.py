@@ -28,7 +28,7 @@ ELSEWHERE = {
     *(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "figures").glob("*.md")),
 }
 """Pages with tests of their own, and those of measurements."""
-NOT_STANDING_ALONE = {"docs/tutorial.md": ["README.md", "docs/how-a-switch-works.md"]}
+NOT_STANDING_ALONE = {"docs/tutorial.md": ["README.md"]}
 """Pages that start the scripts of others."""
 SET_BY_CONSTRUCTORS = {"device", "global_rank", "global_samples", "global_steps", "module", "optimizer"}
 """What DeepSpeed's engine has besides names of its class."""
